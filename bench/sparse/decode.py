@@ -2,11 +2,11 @@
 
 HBM for 6 requests of 32,768 tokens: their rows and the keys of an indexer. Either 6 requests run at
 a time with all their rows in HBM, or 32 with a hot buffer in front of a host pool, which has what
-the keys of all 32 leave of the same HBM. The model is the part of one GPU of a DeepSeek-like model
-under tensor parallelism (bf16 weights, rows of 1,152 bytes), without the indexer itself: the ids
-are a trace with a given reuse. A step appends the new rows,
-fetches the chosen ones, and computes attention and MLP. Both use one attention kernel, which reads
-the rows by their indices.
+the keys of all 32 leave of the same HBM. Requests share no pages, and theirs are at random over the
+32 GiB of the pool. The model is the part of one GPU of a DeepSeek-like model under tensor
+parallelism (bf16 weights, rows of 1,152 bytes), without the indexer itself: the ids are a trace
+with a given reuse. A step appends the new rows, fetches the chosen ones, and computes attention and
+MLP. Both use one attention kernel, which reads the rows by their indices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import jaxkv
 from bench.harness import timestamps
 from bench.harness.main import Flags, benchmark, on_gpu
 from bench.harness.records import Results
-from bench.sparse.inputs import PAGE_SIZE, Trace
+from bench.harness.timing import Figure
+from bench.sparse.inputs import GIB_OPTION, PAGE_SIZE, Trace
 from examples.sparse.attention import attend_rows
 from jaxkv import sparse
 
@@ -45,7 +46,7 @@ class Size(NamedTuple):
     context: int
     in_hbm: int
     batch: int
-    pool_pages: int
+    pool_bytes: int
 
     @property
     def slots(self) -> int:
@@ -55,8 +56,8 @@ class Size(NamedTuple):
         return (of_request - (KEY_BYTES + 2) * self.context) // (row_bytes + 8)
 
 
-FULL = Size(8, 7168, 16, 4608, 2048, 32768, 6, 32, 4096)
-SMALL = Size(2, 64, 2, 64, 16, 512, 3, 6, 64)  # of the CPU backend
+FULL = Size(8, 7168, 16, 4608, 2048, 32768, 6, 32, 32 << 30)
+SMALL = Size(2, 64, 2, 64, 16, 512, 3, 6, 10 << 20)  # of the CPU backend
 
 
 def init_weights(size: Size) -> list[dict[str, jax.Array]]:
@@ -152,16 +153,13 @@ class InHostMemory:
 
     def create(self, batch: int) -> Any:
         size, columns = self.size, self.size.context // PAGE_SIZE
-        pool = jaxkv.HostPool.create(self.spec, num_pages=size.pool_pages)
-        # Requests share pages, except the last of each, to which the new rows are written.
-        shared = np.random.default_rng(1).integers(
-            batch, size.pool_pages, (batch, columns), np.int32
-        )
-        shared[:, -1] = np.arange(batch)
+        pool = jaxkv.HostPool.create(self.spec, num_pages=size.pool_bytes // self.spec.page_bytes)
+        order = np.random.default_rng(1).permutation(pool.num_pages).astype(np.int32)
+        table = jnp.asarray(order[: batch * columns].reshape(batch, columns))
         state = sparse.SparseState.create(
             self.spec, batch=batch, slots=size.slots, max_length=size.context
         )
-        return state, pool, jnp.asarray(shared)
+        return state, pool, table
 
     def find(self, arrays: Any, layer: int, rows: jax.Array, ids: jax.Array) -> Any:
         state, pool, table = arrays
@@ -173,7 +171,8 @@ class InHostMemory:
 
 
 def measure(results: Results, flags: Flags) -> None:
-    size = FULL if on_gpu() else SMALL
+    size = FULL._replace(pool_bytes=flags.gib << 30) if on_gpu() else SMALL
+    results.row("host pool", "size", "GiB", Figure(size.pool_bytes / 2**30))
     for reuse in (MAIN_REUSE,) if flags.quick else REUSE:
         rates = {}
         for tier, batch in ((InHbm(size), size.in_hbm), (InHostMemory(size), size.batch)):
@@ -189,7 +188,7 @@ def measure(results: Results, flags: Flags) -> None:
             results.target(name, gain, ">=", WANTED, "x")
 
 
-main = benchmark("sparse_decode", __doc__, measure)
+main = benchmark("sparse_decode", __doc__, measure, options=GIB_OPTION)
 
 if __name__ == "__main__":
     sys.exit(main())

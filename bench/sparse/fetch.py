@@ -1,12 +1,14 @@
 """Fetches of top-k rows from host memory: `python -m bench.sparse.fetch`.
 
 32 requests of 32,768 tokens, by the reuse of ids between steps, with rows of 656 bytes (fp8
-payload, scales and RoPE of DeepSeek V3.2) and 1,152 bytes (bf16 MLA). Fetches are chained within
-one program, so the time is GPU time without dispatch. The rates are payload of missing rows.
+payload, scales and RoPE of DeepSeek V3.2) and 1,152 bytes (bf16 MLA). The pool has 32 GiB, as a
+user's with many layers: the pages of the requests, of one layer, are at random over all of it.
+Fetches are chained within one program, so the time is GPU time without dispatch. The rates are
+payload of missing rows.
 
 Baselines in the same run:
   - a kernel after the published design of SGLang's (bench/sparse/published.cu), which has one
-    thread block, and so at most one SM, for each request;
+    thread block, and so at most one SM, for each request; in the same rounds;
   - cudaMemcpyBatchAsync of the missing rows, after the ids were read back;
   - XLA's gather, of all rows.
 """
@@ -28,9 +30,9 @@ import jaxkv
 from bench.harness import copy_baselines, peak_bandwidth, timestamps, timing
 from bench.harness.main import Flags, benchmark, on_gpu
 from bench.harness.records import Results
-from bench.harness.timing import Figure
+from bench.harness.timing import Figure, Samples
 from bench.sparse import xla_gather
-from bench.sparse.inputs import PAGE_SIZE, Cache, Trace
+from bench.sparse.inputs import GIB_OPTION, PAGE_SIZE, Cache, Trace
 from jaxkv import sparse
 
 WARMUP = 5
@@ -38,7 +40,7 @@ PRODUCTS = 8  # about 1.5 ms on a data-centre GPU
 SOURCE = copy_baselines.REPOSITORY / "bench" / "sparse" / "published.cu"
 ROWS = (656, 1152)
 REUSE = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
-TIME, RATE = "time per call", "missing rows"
+TIME, RATE, JAXKV = "time per call", "missing rows", "jaxkv"
 PUBLISHED, BATCH = "published design", "cudaMemcpyBatchAsync"
 RATES_WANTED = {656: 40.0, 1152: 44.0}  # GB/s, of all misses at 16 SMs
 HIT_US, PARTLY, NEAR = 10.0, 0.95, 1.15
@@ -55,7 +57,7 @@ class Size(NamedTuple):
     pool_bytes: int
 
 
-FULL = Size(32, 32768, 2048, 4096, 1 << 30)
+FULL = Size(32, 32768, 2048, 4096, 32 << 30)
 SMALL = Size(2, 512, 32, 64, 1 << 22)  # of the CPU backend
 
 
@@ -64,37 +66,20 @@ class Case:
 
     def __init__(self, cache: Cache, size: Size, reuse: float, *, batch: int, context: int):
         self.cache, self.batch, self.context, self.k = cache, batch, context, size.k
-        missing = batch * size.k * (1 - reuse) * cache.row_bytes
+        self.missing = batch * round(size.k * (1 - reuse))  # rows of a call
+        self.missing_bytes = self.missing * cache.row_bytes
         self.slots = size.slots
-        self.calls = int(min(24, max(2, 2e9 // max(missing, 1))))  # at most 40 ms of the link
+        self.calls = int(
+            min(24, max(2, 2e9 // max(self.missing_bytes, 1)))
+        )  # at most 40 ms of the link
         self.name = f"{cache.row_bytes} B rows, batch {batch}, context {context}, reuse {reuse:.0%}"
-        self.trace = Trace(batch=batch, context=context, k=size.k, reuse=reuse, calls=self.calls)
-        self.table = cache.table(batch, context)
-        self.missing_bytes = batch * self.trace.fresh * cache.row_bytes  # of a call
-
-    def seconds(self, method: str) -> Figure:
-        """Seconds per call of "jaxkv" or "published": of the GPU, or of the host without one."""
-        program, state = getattr(self, f"_{method}")()
-        for _ in range(WARMUP):  # until no slot is free
-            state, _ = program(state, self.trace.next())
-        timed, (state, rows) = timestamps.measure(
-            lambda state: program(state[0], self.trace.next()), (state, None)
+        self.trace = functools.partial(
+            Trace, batch=batch, context=context, k=size.k, reuse=reuse, calls=self.calls
         )
-        jaxkv.check_errors(rows)
-        self._check(state[0], rows)
-        return timed.device / self.calls
+        self.table = cache.table(batch, context)
 
-    def _check(self, hot: jax.Array, rows: jax.Array) -> None:
-        """Raises an AssertionError unless the last rows are those of the last ids."""
-        found = np.asarray(hot.reshape(-1, self.cache.row_bytes)[rows.reshape(-1)])
-        number = np.ascontiguousarray(found[:, :4]).view(np.int32).reshape(self.batch, self.k)
-        ids = np.asarray(self.last_ids)
-        pages = self.table[np.arange(self.batch)[:, None], ids // PAGE_SIZE]
-        if not np.array_equal(number, pages * PAGE_SIZE + ids % PAGE_SIZE):
-            raise AssertionError("fetched rows are wrong")
-
-    def _chain(self, fetch: Any) -> Any:
-        """`(state, rows) = program(state, ids, ...)` of a `rows, state = fetch(state, ids, ...)`.
+    def _chain(self, fetch: Any, *arguments: Any) -> Any:
+        """`(state, rows) = program(state, ids)` of a `rows, state = fetch(state, ids, *arguments)`.
 
         Products of matrices come first, so that the host is ahead of the GPU.
         """
@@ -108,9 +93,11 @@ class Case:
                 rows, state = fetch(state, call, *arrays)
             return state, timestamps.stamp(rows, 1)
 
-        return chain
+        size = 4096 if on_gpu() else 8
+        x = jnp.full((size, size), 1 / size, jnp.bfloat16)
+        return lambda state, ids: chain(state, ids, x, *arguments)
 
-    def _jaxkv(self) -> tuple[Any, Any]:
+    def jaxkv(self) -> tuple[Any, Any]:
         state = sparse.SparseState.create(
             self.cache.spec, batch=self.batch, slots=self.slots, max_length=self.context
         )
@@ -123,11 +110,10 @@ class Case:
             )  # fmt: skip
             return rows, (new.hot, new.positions, new.used, new.slot_of, new.clock)
 
-        chain = self._chain(fetch)
         leaves = (state.hot, state.positions, state.used, state.slot_of, state.clock)
-        return self._recorded(lambda s, ids, x: chain(s, ids, x, self.cache.pool, *arrays)), leaves
+        return self._chain(fetch, self.cache.pool, *arrays), leaves
 
-    def _published(self) -> tuple[Any, Any]:
+    def published(self) -> tuple[Any, Any]:
         library()
         tokens = np.arange(self.context)
         host_rows = jnp.asarray(
@@ -151,20 +137,39 @@ class Case:
             )  # fmt: skip
             return rows, tuple(state)
 
-        chain = self._chain(fetch)
-        return self._recorded(
-            lambda s, ids, x: chain(s, ids, x, self.cache.pool.data, host_rows)
-        ), state
+        return self._chain(fetch, self.cache.pool.data, host_rows), state
 
-    def _recorded(self, program: Any) -> Any:
-        size = 4096 if jax.default_backend() == "gpu" else 8
-        x = jnp.full((size, size), 1 / size, jnp.bfloat16)
 
-        def run(state: Any, ids: list[jax.Array]) -> Any:
-            self.last_ids = ids[-1]
-            return program(state, ids, x)
+class Fetches:
+    """A method's program with a trace of its own: each must see every step of it."""
 
-        return run
+    def __init__(self, case: Case, program: Any, state: Any):
+        self.case, self.program, self.trace = case, program, case.trace()
+        self.state: Any = state, None
+        for _ in range(WARMUP):  # until no slot is free
+            self.state = self.step(self.state)
+        self.calls, self.state = timestamps.warmed_up(self.step, self.state)
+        self.check()
+
+    def step(self, state: Any) -> Any:
+        self.ids = self.trace.next()
+        return self.program(state[0], self.ids)
+
+    def sample(self) -> float:
+        """Seconds per call: of the GPU, or of the host without one."""
+        taken, self.state = timestamps.sample(self.step, self.state, calls=self.calls)
+        return float(timestamps.timed([taken]).device) / self.case.calls
+
+    def check(self) -> None:
+        """Raises an AssertionError unless the last rows are those of the last ids."""
+        case, (state, rows) = self.case, self.state
+        jaxkv.check_errors(rows)
+        found = np.asarray(state[0].reshape(-1, case.cache.row_bytes)[rows.reshape(-1)])
+        number = np.ascontiguousarray(found[:, :4]).view(np.int32).reshape(case.batch, case.k)
+        ids = np.asarray(self.ids[-1])
+        pages = case.table[np.arange(case.batch)[:, None], ids // PAGE_SIZE]
+        if not np.array_equal(number, pages * PAGE_SIZE + ids % PAGE_SIZE):
+            raise AssertionError("fetched rows are wrong")
 
 
 @functools.cache
@@ -180,9 +185,9 @@ def read_back_seconds(case: Case) -> Figure:
 
     Without the time of a lookup on the host, which would be added.
     """
-    rows = case.cache.pool.data.reshape(-1, case.cache.row_bytes)
+    rows = case.cache.rows
     hot = jnp.zeros((case.batch * case.slots, case.cache.row_bytes), jnp.uint8)
-    ids = case.trace.next()[0]
+    ids = case.trace().next()[0]
 
     def read() -> float:
         fresh = jax.block_until_ready(ids + 0)
@@ -191,13 +196,12 @@ def read_back_seconds(case: Case) -> Figure:
         return time.perf_counter() - start
 
     reading = timing.median([read() for _ in range(9)])
-    number = case.batch * case.trace.fresh
     rng = np.random.default_rng(2)
     pairs = (
-        rng.integers(0, rows.shape[0], number),
-        rng.permutation(hot.shape[0])[:number],
+        rng.integers(0, rows.shape[0], case.missing),
+        rng.permutation(hot.shape[0])[: case.missing],
     )
-    if not number:
+    if not case.missing:
         return reading
     copies = []
     for name in (copy_baselines.BATCH, copy_baselines.SHORT_BATCH):
@@ -207,36 +211,40 @@ def read_back_seconds(case: Case) -> Figure:
     return reading + min(copies)
 
 
-def record(results: Results, case: Case, peers: Sequence[str]) -> dict[str, Figure]:
-    """Measures a case and its baselines; returns their microseconds."""
-    seconds = {"jaxkv": case.seconds("jaxkv")}
-    measures = {
-        PUBLISHED: lambda: case.seconds("published"),
-        BATCH: lambda: read_back_seconds(case),
-    }
+def record(results: Results, case: Case, peers: Sequence[str]) -> Samples[str]:
+    """Measures a case and its baselines; returns seconds of those that ran in rounds."""
+    runs: dict[str, Fetches] = {JAXKV: Fetches(case, *case.jaxkv())}
+    alone: dict[str, Figure] = {}
     for peer in peers if on_gpu() else ():
         try:
-            seconds[peer] = measures[peer]()
+            if peer == PUBLISHED:
+                runs[peer] = Fetches(case, *case.published())
+            else:
+                alone[peer] = read_back_seconds(case)
         except (RuntimeError, ValueError, AssertionError) as error:
             print(f"{peer}: not measured: {str(error).splitlines()[0]}", flush=True)
+    methods = {method: fetches.sample for method, fetches in runs.items()}
+    samples = timing.compare(methods, timestamps.REPEATS)
+    for fetches in runs.values():
+        fetches.check()
+    seconds = samples.medians() | alone
     times = {method: taken * 1e6 for method, taken in seconds.items()}
-    others = {method: taken for method, taken in times.items() if method != "jaxkv"}
-    results.row(case.name, TIME, "us", times["jaxkv"], None, others)
+    results.row(case.name, TIME, "us", times.pop(JAXKV), None, times)
     if case.missing_bytes:
         rates = {m: case.missing_bytes / taken / 1e9 for m, taken in seconds.items()}
         peak = peak_bandwidth.contiguous_copy("load", 1 << (28 if on_gpu() else 20))
-        results.row(case.name, RATE, "GB/s", rates.pop("jaxkv"), peak, rates)
-    return times
+        results.row(case.name, RATE, "GB/s", rates.pop(JAXKV), peak, rates)
+    return samples
 
 
 def sweep_reuse(
     results: Results, cache: Cache, size: Size, reuses: Sequence[float]
-) -> dict[float, dict[str, Figure]]:
-    """The main case; microseconds of each method by reuse."""
+) -> dict[float, Figure]:
+    """The main case; microseconds of jaxkv by reuse."""
     times = {}
     for reuse in reuses:
         case = Case(cache, size, reuse, batch=size.batch, context=size.context)
-        times[reuse] = record(results, case, (PUBLISHED, BATCH))
+        times[reuse] = record(results, case, (PUBLISHED, BATCH)).median(JAXKV) * 1e6
     return times
 
 
@@ -244,11 +252,11 @@ def compare_equal_sms(results: Results, cache: Cache, size: Size) -> None:
     """Both designs on 16 SMs: 16 requests, for which the published one has 16 thread blocks."""
     for reuse, want in OVER_PUBLISHED.items():
         case = Case(cache, size, reuse, batch=16, context=size.context)
-        times = record(results, case, (PUBLISHED,))
-        published = times.get(PUBLISHED)
-        gain = published / times["jaxkv"] if published else None
-        link = link_us(case.missing_bytes)
-        bound = published / link if published and link else None
+        samples, link = record(results, case, (PUBLISHED,)), link_us(case.missing_bytes)
+        gain = bound = None
+        if PUBLISHED in samples:
+            gain = samples.ratio(PUBLISHED, JAXKV)
+            bound = samples.median(PUBLISHED) * 1e6 / link if link else None
         results.target(f"{case.name}: speedup over the {PUBLISHED}", gain, ">=", want, "x", bound)
 
 
@@ -258,21 +266,21 @@ def link_us(nbytes: int) -> float:
 
 
 def record_targets(
-    results: Results, row_bytes: int, size: Size, times: dict[float, dict[str, Figure]]
+    results: Results, row_bytes: int, size: Size, times: dict[float, Figure]
 ) -> None:
     """Targets of the main case; `times` is the result of `sweep_reuse`."""
     main = f"{row_bytes} B rows, batch {size.batch} x {size.k} ids, 16 SMs"
     total = size.batch * size.k * row_bytes
     peak = peak_bandwidth.contiguous_copy("load", 1 << 28)[1]
-    rate = total / times[0.0]["jaxkv"] / 1e3
+    rate = total / times[0.0] / 1e3
     results.target(f"{main}: all miss", rate, ">=", RATES_WANTED[row_bytes], "GB/s", peak)
-    hit = times[1.0]["jaxkv"]
+    hit = times[1.0]
     results.target(f"{main}: all hit", hit, "<=", HIT_US, "us")
 
     def missing_us(reuse: float) -> float:
         return link_us(round((1 - reuse) * size.k) * size.batch * row_bytes)
 
-    near = times[PARTLY]["jaxkv"] / (missing_us(PARTLY) + hit)
+    near = times[PARTLY] / (missing_us(PARTLY) + hit)
     name = f"{main}: {PARTLY:.0%} hits, time over misses at link speed + all-hit time"
     results.target(name, near, "<=", NEAR, "x")
     gathers = xla_gather.measure(row_bytes, size.pool_bytes, size.batch * size.k)
@@ -280,7 +288,7 @@ def record_targets(
         results.row(f"{main}, {name}", TIME, "us", seconds * 1e6)
     xla = min(gathers.values(), default=None)  # of all rows, whatever the reuse
     for reuse, taken in times.items():
-        gain = xla * 1e6 / taken["jaxkv"] if xla else None
+        gain = xla * 1e6 / taken if xla else None
         link = missing_us(reuse)
         bound = xla * 1e6 / link if xla and link else None
         name = f"{main}: speedup over XLA's gather, reuse {reuse:.0%}"
@@ -288,7 +296,8 @@ def record_targets(
 
 
 def measure(results: Results, flags: Flags) -> None:
-    size = FULL if on_gpu() else SMALL
+    size = FULL._replace(pool_bytes=flags.gib << 30) if on_gpu() else SMALL
+    results.row("host pool", "size", "GiB", Figure(size.pool_bytes / 2**30))
     for row_bytes in ROWS[:1] if flags.quick else ROWS:
         cache = Cache(row_bytes, size.pool_bytes)
         main_rows = not flags.quick and row_bytes == ROWS[0]
@@ -296,10 +305,10 @@ def measure(results: Results, flags: Flags) -> None:
         if on_gpu():
             record_targets(results, row_bytes, size, times)
             compare_equal_sms(results, cache, size)
-        cache.pool.close()
+        del cache  # the next one needs its memory
 
 
-main = benchmark("sparse", __doc__, measure)
+main = benchmark("sparse", __doc__, measure, options=GIB_OPTION)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,40 +15,46 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv._src.autotune import pools
+from jaxkv._src.cache import pinned_memory
+from jaxkv._src.cache.host_layout import HostLayout, Layout
 
 PAGE_SIZE = 64
+LAYOUT: Layout = "page_first_direct"
+# Small rows of a pool of a few GiB load at twice the rate, or more, of those of one like a user's.
+GIB_OPTION = {"--gib": {"type": int, "default": 32, "help": "of the host pool, on a GPU"}}
 
 
 class Cache:
-    """A host pool of one layer, in which the first four bytes of a row are its number."""
+    """A host pool of one layer, in which the first four bytes of a row are its number.
+
+    Attributes:
+      rows: uint8[number of rows, row_bytes], the same memory as the pool.
+    """
 
     def __init__(self, row_bytes: int, nbytes: int):
         self.row_bytes = row_bytes
         self.num_pages = nbytes // (PAGE_SIZE * row_bytes)
+        view = pinned_memory.views(nbytes, jax.local_devices()[0])
         self.spec = jaxkv.KVCacheSpec(1, PAGE_SIZE, 1, row_bytes, np.uint8, kind="mla")
-        self.pool = jaxkv.HostPool.create(self.spec, num_pages=self.num_pages)
-        rows = np.zeros((self.num_pages * PAGE_SIZE, row_bytes // 4), np.int32)
-        rows[:, 0] = np.arange(len(rows))
-        data = jax.device_put(
-            rows.view(np.uint8).reshape(self.pool.data.shape), self.pool.data.sharding
-        )
-        self.pool = jaxkv.HostPool(data, self.spec, self.pool.layout, self.pool.head_groups)
+        shape = HostLayout(self.spec, LAYOUT, self.num_pages).shape
+        self.pool = jaxkv.HostPool(view(shape, np.uint8), self.spec, LAYOUT, 1)
+        numbers = np.arange(self.num_pages * PAGE_SIZE, dtype=np.int32)
+        self.rows = view((len(numbers), row_bytes), np.uint8)
+        words = view((len(numbers) * row_bytes // 4,), np.int32)
+        pools.write(words, np.arange(len(numbers)) * (row_bytes // 4), numbers)
 
     def table(self, batch: int, context: int) -> np.ndarray:
-        """Random pages; requests may share some, as with a common prefix."""
+        """Random pages of all; requests may share some, as with a common prefix."""
         shape = batch, context // PAGE_SIZE
         return np.random.default_rng(1).integers(0, self.num_pages, shape).astype(np.int32)
 
 
 class Trace:
-    """Ids for `calls` consecutive steps at a time.
-
-    Attributes:
-      fresh: ids of a step that the previous one did not have.
-    """
+    """Ids for `calls` consecutive steps at a time."""
 
     def __init__(self, *, batch: int, context: int, k: int, reuse: float, calls: int):
-        self.fresh = round(k * (1 - reuse))
+        self._fresh = round(k * (1 - reuse))
         rng = np.random.default_rng(0)
         orders = np.argsort(rng.random((min(batch, 16), context), np.float32), axis=1)
         self._orders = jnp.asarray(np.resize(orders.astype(np.int32), (batch, context)))
@@ -62,7 +68,7 @@ class Trace:
         At the same addresses, so that XLA replays a command buffer without an update.
         """
         self._ids, self._start = _windows(
-            self._ids, self._orders, self._mixed, self._start, fresh=self.fresh
+            self._ids, self._orders, self._mixed, self._start, fresh=self._fresh
         )
         return self._ids
 

@@ -20,13 +20,14 @@ import numpy as np
 from jax.experimental.compute_on import compute_on
 
 from bench.harness import processes, timing
-from bench.sparse.inputs import PAGE_SIZE, Cache
+from bench.harness.timing import Figure
+from bench.sparse.inputs import Cache
 
 HOST, VIEW = "XLA gather, host compute", "XLA gather, view"
 TIMEOUT_S = 300.0
 
 
-def measure(row_bytes: int, pool_bytes: int, count: int) -> dict[str, float]:
+def measure(row_bytes: int, pool_bytes: int, count: int) -> dict[str, Figure]:
     """Seconds of a gather of `count` random rows; without those that failed."""
     request = {"row_bytes": row_bytes, "pool_bytes": pool_bytes, "count": count}
     ran = processes.run(__name__, [request], timeout_s=TIMEOUT_S)
@@ -34,15 +35,16 @@ def measure(row_bytes: int, pool_bytes: int, count: int) -> dict[str, float]:
     for why in (ran.failure, *(answer.get("failed") for answer in answers)):
         if why:
             print(f"XLA gather: not measured: {why}", flush=True)
-    return {answer["method"]: answer["seconds"] for answer in answers if "seconds" in answer}
+    timed = [answer for answer in answers if "seconds" in answer]
+    return {answer["method"]: Figure(answer["seconds"], answer["error"]) for answer in timed}
 
 
-def of_view(data: jax.Array, rows: int, row_bytes: int) -> Callable[[jax.Array], Any]:
-    pointer = data.unsafe_buffer_pointer()
+def of_view(rows: jax.Array) -> Callable[[jax.Array], Any]:
+    pointer, (number, row_bytes) = rows.unsafe_buffer_pointer(), rows.shape
 
     class Memory:
         __cuda_array_interface__: ClassVar[dict[str, Any]] = {
-            "shape": (rows, row_bytes // 4), "typestr": "<i4", "data": (pointer, False),
+            "shape": (number, row_bytes // 4), "typestr": "<i4", "data": (pointer, False),
             "version": 3, "strides": None,
         }  # fmt: skip
 
@@ -53,27 +55,27 @@ def of_view(data: jax.Array, rows: int, row_bytes: int) -> Callable[[jax.Array],
     return lambda wanted: gather(view, wanted)
 
 
-def on_host(data: jax.Array, row_bytes: int) -> Callable[[jax.Array], Any]:
-    def take(data: jax.Array, wanted: jax.Array) -> jax.Array:
-        return data.reshape(-1, row_bytes)[wanted]
+def on_host(rows: jax.Array) -> Callable[[jax.Array], Any]:
+    def take(rows: jax.Array, wanted: jax.Array) -> jax.Array:
+        return rows[wanted]
 
-    def take_on_host(data: jax.Array, wanted: jax.Array) -> jax.Array:
+    def take_on_host(rows: jax.Array, wanted: jax.Array) -> jax.Array:
         on_host: Any = compute_on
         host = jax.memory.Space.Host
         wanted = jax.device_put(wanted, host)
         if "out_memory_spaces" in inspect.signature(compute_on).parameters:  # from jax 0.11 on
-            return on_host(take, compute_type="device_host", out_memory_spaces=host)(data, wanted)
+            return on_host(take, compute_type="device_host", out_memory_spaces=host)(rows, wanted)
         with on_host("device_host"):
-            return take(data, wanted)
+            return take(rows, wanted)
 
     @jax.jit
-    def gather(data: jax.Array, wanted: jax.Array) -> jax.Array:
-        return jax.device_put(take_on_host(data, wanted), jax.memory.Space.Device)
+    def gather(rows: jax.Array, wanted: jax.Array) -> jax.Array:
+        return jax.device_put(take_on_host(rows, wanted), jax.memory.Space.Device)
 
-    return lambda wanted: gather(data, wanted)
+    return lambda wanted: gather(rows, wanted)
 
 
-def seconds_of(gather: Callable[[jax.Array], Any], wanted: jax.Array) -> float:
+def seconds_of(gather: Callable[[jax.Array], Any], wanted: jax.Array) -> Figure:
     def step(state: object) -> jax.Array:
         return gather(wanted)
 
@@ -83,21 +85,17 @@ def seconds_of(gather: Callable[[jax.Array], Any], wanted: jax.Array) -> float:
 
 
 def main(request: dict[str, int]) -> None:
-    row_bytes, count = request["row_bytes"], request["count"]
-    cache = Cache(row_bytes, request["pool_bytes"])
-    data, rows = cache.pool.data, cache.num_pages * PAGE_SIZE
-    numbers = np.random.default_rng(0).integers(0, rows, count, np.int32)
+    rows, count = Cache(request["row_bytes"], request["pool_bytes"]).rows, request["count"]
+    numbers = np.random.default_rng(0).integers(0, len(rows), count, np.int32)
     wanted = jnp.asarray(numbers)
-    for name, prepare in (
-        (VIEW, lambda: of_view(data, rows, row_bytes)),
-        (HOST, lambda: on_host(data, row_bytes)),
-    ):
+    for name, prepare in ((VIEW, of_view), (HOST, on_host)):
         answer: dict[str, Any] = {"method": name}
         try:
-            gather = prepare()
+            gather = prepare(rows)
             found = np.asarray(gather(wanted)).reshape(count, -1).view(np.int32)[:, 0]
             assert np.array_equal(found, numbers), "gathered rows are wrong"
-            answer["seconds"] = seconds_of(gather, wanted)
+            seconds = seconds_of(gather, wanted)
+            answer |= {"seconds": seconds, "error": seconds.error}
         except Exception as error:
             answer["failed"] = f"{name}: {error}"[:500]
         print(json.dumps(answer), flush=True)
