@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from bench.harness.records import File
-from bench.report import plots, tables
+from bench.report import gains, plots, tables
 from bench.report.tables import Cell, Line, Table, baseline, best, over, slashed, value, values
 
 ALL_REDUCE = r"(?P<n>\d+) devices, {}, (?P<b>\d+ \w+): (?P<m>{}) \((?P<ran>.*)\)"
@@ -76,8 +76,8 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "checks": tables.checks,
     "demo": tables.demo,
     "disagreements": tables.disagreements,
-    "engines": tables.engines,
-    "gains": tables.gains,
+    "engines": gains.engines,
+    "gains": gains.gains,
     "metadata": Table(
         "metadata",
         r"(?P<case>.*, 256 rows, 8192 tokens|decode step.*)",

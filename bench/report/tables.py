@@ -19,6 +19,7 @@ NOT_MEASURED = "Not measured yet.\n"
 SEVERAL_GPUS, WORLDS = ("all_reduce", "multigpu_test", "tensor_parallel"), (2, 4, 8)
 Line = dict[tuple[str, str], Row]  # by metric and method
 Cell = Callable[[Line], str]
+RATE = "requests/s"
 
 
 def number(value: float) -> str:
@@ -188,13 +189,16 @@ def all_records(files: Sequence[File]) -> str:
 
 def disagreements(files: Sequence[File]) -> str:
     """Targets and checks with different verdicts in two runs."""
+    found = second_run.agreements(files)
     rows = [
         (*key, name, *("-" if one is None else f"{figures(one)[1]}, {verdict(one)}" for one in two))
-        for key, agreement in second_run.agreements(files).items()
+        for key, agreement in found.items()
         for name, two in agreement.different.items()
     ]
     header = ("device", "benchmark", "quantity", "first run", "second run")
-    return table(header, rows) if rows else "None.\n"
+    if not rows:
+        return "None.\n" if found else "No second runs.\n"
+    return table(header, rows)
 
 
 def unmeasured(files: Sequence[File]) -> str:
@@ -213,15 +217,21 @@ def unmeasured(files: Sequence[File]) -> str:
 
 
 def targets_count(files: Sequence[File]) -> str:
-    repeated = second_run.agreements(files)
-    met = [verdict for file in files for verdict in met_by_all_runs(file, repeated)]
+    """How many are met, and of the records that are not pending."""
+    repeated, listed = second_run.agreements(files), staleness.pending()
+    met, present = list[bool | None](), list[bool | None]()
+    for file in files:
+        verdicts = met_by_all_runs(file, repeated)
+        met += verdicts
+        present += [] if f"{file.device}/{file.name}" in listed else verdicts
     unclear = sum(target.within_error for file in files for target in file.targets)
     hold = [check.met for file in files for check in file.checks]
     if not met:
         return NOT_MEASURED
     return (
         f"Of {len(met)} targets of performance {met.count(True)} are met, {met.count(False)} "
-        f"missed ({unclear} within the error of the figure); of {len(hold)} checks of "
+        f"missed ({unclear} within the error of the figure). The figures of {len(present)} are of "
+        f"the present code, {present.count(True)} of them met. Of {len(hold)} checks of "
         f"correctness {hold.count(True)} hold.\n"
     )
 
@@ -297,89 +307,6 @@ def transfer(files: Sequence[File], *, main: bool = True) -> str:
     header = ("device", "blocks, GB/s (share of peak; SMs)", *names)
     rows = [(*key, *(line.get(name, "-") for name in names)) for key, line in found.items()]
     return table(header, rows)
-
-
-# Engines and the README's table of gains
-
-ENGINES = r"(?P<pages>\w+, \d+ layers x \d+ pages of \d+ KiB), (?P<m>.+)"
-LATENCY, REUSED = "latency (data available)", ", host memory reused"
-PER_PAGE, ALL_PAGES = "one device_put per page", "one device_put of all pages"
-TPU_INFERENCE, SGLANG = "tpu-inference", "sglang-jax"
-DEVICE_PUT_PAGES, RATE = "one `device_put` per page", "requests/s"
-STEP_TIME, SYNCHRONOUS = "inter-token latency p50", "metadata on the host, no step ahead"
-
-
-def engine_rows(files: Sequence[File]) -> dict[tuple[str, ...], Row]:
-    """Rows with device ids, as the baselines have: as chosen, in older records the fastest."""
-    found = {}
-    for key, line in lines(files, "engines", ENGINES).items():
-        rows = {m: row for (metric, m), row in line.items() if metric == LATENCY}
-        with_ids = [row for m, row in rows.items() if m != "dma" and not m.endswith("HostIds")]
-        found[key] = rows.get("as chosen") or min(with_ids, key=lambda row: row.value)
-    return found
-
-
-def engine_time(row: Row, name: str) -> float:
-    """Milliseconds of a baseline; stores reuse host memory, as in a pool."""
-    return row.baselines.get(name + REUSED, row.baselines[name])
-
-
-def engines(files: Sequence[File]) -> str:
-    names = (TPU_INFERENCE, SGLANG, ALL_PAGES)
-    headings = (f"{PER_PAGE} ({TPU_INFERENCE})", f"{PER_PAGE} ({SGLANG})", ALL_PAGES)
-    rows = [
-        (*key, number(row.value), *(number(engine_time(row, name)) for name in names))
-        for key, row in engine_rows(files).items()
-    ]
-    return table(("device", "pages", *(f"{name}, ms" for name in ("jaxkv", *headings))), rows)
-
-
-def gains(files: Sequence[File]) -> str:
-    """One row per task of an engine and baseline: the README's table."""
-    found = []
-
-    def add(task: str, model: str, device: str, other: str, times: tuple[float, float]) -> None:
-        ms = [number(time) for time in times]
-        found.append((task, model, device, other, *ms, f"{number(times[0] / times[1])}x"))
-
-    model, first = "Qwen3-8B shapes, bfloat16", "TTFT p50"
-    case = r"qwen3-8b, (?P<c>\d+ tokens cached, \d+ new), (?P<m>.+)"
-    for (device, tokens), line in lines(files, "serving_ttft", case).items():
-        times = line[first, "recompute"].value, line[first, "jaxkv"].value
-        add(f"time to first token, {tokens}", model, device, "recomputation", times)
-    case = "(?P<w>multi_turn), pages of 32, (?P<m>.+)"
-    for (device, _), line in lines(files, "serving", case).items():
-        ms = {method: 1e3 / row.value for (name, method), row in line.items() if name == RATE}
-        for other, words in (("recompute", "recomputation"), ("device_put", DEVICE_PUT_PAGES)):
-            times = ms[other], ms["jaxkv"]
-            add("multi-turn prompts, time per request at saturation", model, device, words, times)
-    for (device, case), row in engine_rows(files).items():
-        faster = min((TPU_INFERENCE, SGLANG), key=lambda name: engine_time(row, name))
-        for name, words in (
-            (faster, f"{DEVICE_PUT_PAGES} ({faster})"),
-            (ALL_PAGES, "one `device_put` of all pages, staged in HBM"),
-        ):
-            times = engine_time(row, name), row.value
-            add(case, "MLA, latent of 512, bfloat16", device, words, times)
-    for (device, step), line in lines(files, "overlap", "(?P<s>.*-bound.*): (?P<m>.+)").items():
-        rows = {m: row for (_, m), row in line.items() if row.unit == "ms"}
-        loads = [row for m, row in rows.items() if m not in ("sequential", "without a load")]
-        row = rows.get("as chosen") or min(loads, key=lambda row: row.value)
-        times = row.baselines["sequential"], row.value
-        add(f"{step} loaded in it", "32 layers, bfloat16", device, "load before the step", times)
-    case = r"scenario, qwen3-0.6b, (?P<m>.+)"
-    for (device,), line in lines(files, "serving_decode", case).items():
-        ms = {way: row.value for (metric, way), row in line.items() if metric == STEP_TIME}
-        times = ms["host metadata"], ms["in HBM"]
-        add("decode step of 32 requests", "Qwen3-0.6B shapes, bfloat16", device, SYNCHRONOUS, times)
-    case = r"(?P<n>\d+) devices, .*(?P<b>batch 16)"
-    for (device, world, batch), line in lines(files, "tensor_parallel", case).items():
-        row = line["time per step", ""]
-        times = row.baselines["psum"], row.value
-        model = "Qwen3-8B shapes, 12 layers, bfloat16"
-        add(f"decode step, {batch}", model, f"{world} x {device}", "`psum`", times)
-    ends = ("baseline, ms", "jaxkv, ms", "speedup")
-    return table(("task", "model, dtype", "device", "baseline", *ends), found)
 
 
 def demo(files: Sequence[File]) -> str:

@@ -108,4 +108,10 @@ def test_tables_have_the_agreement_and_name_what_differs(runs, tmp_path, monkeyp
     (line,) = tables.disagreements(first).splitlines()[2:]
     shown = "0.950 of peak, met | 0.850 of peak, **missed**"
     assert line == f"| gpu | pages | load | {shown} |"
-    assert tables.disagreements([]) == "None.\n"
+    assert tables.disagreements([]) == "No second runs.\n"
+
+
+def test_runs_that_agree_are_not_the_absence_of_a_second_run(runs, tmp_path, monkeypatch):
+    first, _ = runs({}, {})
+    monkeypatch.setattr(second_run, "RESULTS", tmp_path)
+    assert tables.disagreements(first) == "None.\n"

@@ -6,7 +6,8 @@ import pytest
 from bench.harness.records import File, Row, Target
 from bench.report import plots, staleness, tables
 from bench.report.catalog import SYMMETRIC, TABLES
-from bench.report.tables import ALL_PAGES, LATENCY, RATE, REUSED, SGLANG, TPU_INFERENCE
+from bench.report.gains import ALL_PAGES, LATENCY, REUSED, SGLANG, TPU_INFERENCE
+from bench.report.tables import RATE
 
 pytestmark = pytest.mark.host_only
 
@@ -104,6 +105,19 @@ def test_gains_of_serving_are_times_to_the_first_token_and_per_request():
     ]
 
 
+def test_gains_are_paired_ratios_where_the_record_has_their_error():
+    case, rates = "qwen3-8b, 8192 tokens cached, 1024 new", {"recompute": 5.0, "device_put": 20.0}
+    times = {"recompute": 300.0, "jaxkv": 50.0}
+    first = [Row(f"{case}, {name}", "TTFT p50", "ms", time) for name, time in times.items()]
+    pair = f"{case}: TTFT p50, jaxkv / recompute"
+    first.append(Row(pair, "ratio", "x", 0.16, error=0.008))
+    pair = f"multi_turn, pages of 32: {RATE}, jaxkv / device_put"
+    rows = [*serving_rows({**rates, "jaxkv": 40.0}), Row(pair, "ratio", "x", 2.1, error=0.15)]
+    lines = body("gains", file("serving_ttft", first), file("serving", rows))
+    speedups = [line.split(" | ")[-1] for line in lines]
+    assert speedups == ["6.25x +- 0.625 |", "8x |", "2.10x +- 0.300 |"]
+
+
 def test_serving_table_has_the_systems_with_most_requests_in_flight():
     rows = serving_rows({"jaxkv": 3.0, "in HBM": 5.0})
     fewer = serving_rows({"jaxkv": 2.0}, "multi_turn, 2 in flight, pages of 32")
@@ -133,14 +147,15 @@ def test_unmeasured_lists_missing_records_of_one_and_of_several_gpus():
     )
 
 
-def test_targets_count_is_summed_over_all_records():
+def test_targets_count_is_summed_over_all_records(monkeypatch):
+    monkeypatch.setattr(staleness, "pending", lambda: {"gpu/other": "changed"})
     targets = [Target("a", ">=", 1, "x", got) for got in (1, 2, 0)]
     targets.append(Target("a", "<=", 1, "x", 1.5, error=0.3))
     checks = [Target("b", "==", 0, "tests", 0)]
     files = [File("gpu", name, None, None, {}, [], targets, checks) for name in ("one", "other")]
     assert tables.targets_count(files) == (
-        "Of 8 targets of performance 4 are met, 4 missed (2 within the error of the figure); of 2 "
-        "checks of correctness 2 hold.\n"
+        "Of 8 targets of performance 4 are met, 4 missed (2 within the error of the figure). The "
+        "figures of 4 are of the present code, 2 of them met. Of 2 checks of correctness 2 hold.\n"
     )
 
 
@@ -194,7 +209,7 @@ def test_metadata_table_has_builders_of_one_size_and_steps():
 
 @pytest.mark.parametrize("name", TABLES)
 def test_table_without_records_is_not_measured_yet(name):
-    assert TABLES[name]([]) in ("Not measured yet.\n", "None.\n")
+    assert TABLES[name]([]) in ("Not measured yet.\n", "No second runs.\n")
 
 
 def test_step_table_has_ratios_to_the_step_without_a_load():
