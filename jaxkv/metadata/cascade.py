@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.checks import check_has_rows
-from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
+from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, check_batch
 from jaxkv.metadata.segments import Array, cdiv, on_device
 
 # Minima of vLLM's heuristic: no benefit for shorter prefixes or smaller batches.
@@ -118,6 +118,7 @@ def build(batch: BatchMetadata, num_common_blocks: int | Array) -> Cascade:
 
     Example: `cascade.build(batch, 2)`, for a prefix of two blocks.
     """
+    check_batch("cascade.build", batch)
     check_has_rows(batch.max_num_reqs)
     on_host = isinstance(num_common_blocks, int | np.integer | np.ndarray)
     if on_host and not 0 <= num_common_blocks <= batch.max_blocks:

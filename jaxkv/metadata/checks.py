@@ -29,6 +29,20 @@ def check_flags(name: str, array: ArrayLike, rows: int) -> None:
         raise ValueError(f"{name} must be bool[{rows}], got {dtype}: compare counts, as in `n > 0`")
 
 
+def check_field(operation: str, name: str, array: ArrayLike, *sizes: int | str) -> None:
+    """Raises a ValueError unless the field of a batch is int32[*sizes]; a string is any size."""
+    shape, dtype = np.shape(array), getattr(array, "dtype", type(array).__name__)
+    fixed = [(i, size) for i, size in enumerate(sizes) if isinstance(size, int)]
+    is_int32 = dtype == np.int32
+    if is_int32 and len(shape) == len(sizes) and all(shape[i] == size for i, size in fixed):
+        return
+    wanted = ", ".join(map(str, sizes))
+    remedy = "see BatchMetadata" if is_int32 else "cast it to int32, and sum with dtype=jnp.int32"
+    raise ValueError(
+        f"{operation}: batch.{name} must be int32[{wanted}], got {dtype}{[*shape]}: {remedy}"
+    )
+
+
 def check_has_rows(rows: int) -> None:
     """Raises a ValueError for a batch without rows, which builders cannot index."""
     if rows < 1:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.checks import at_least_1, integers
+from jaxkv.metadata.checks import at_least_1, check_field, integers
 from jaxkv.metadata.host_batch import NULL_BLOCK as NULL_BLOCK
 from jaxkv.metadata.host_batch import (
     blocks_of,
@@ -147,12 +147,40 @@ class BatchMetadata:
         return jnp.arange(self.max_num_reqs, dtype=jnp.int32) < self.num_reqs
 
 
+def check_batch(operation: str, batch: BatchMetadata) -> None:
+    """Raises unless `batch` is a BatchMetadata with the dtypes and shapes of that class.
+
+    A step may replace them. With jax_enable_x64 a sum is int64, which would spread to the results,
+    and the step would be compiled again for the batch that it returns. Values are not read.
+
+    Raises:
+      TypeError: not a BatchMetadata.
+      ValueError: a field of another dtype or shape, or a size that is not a Python int >= 1.
+    """
+    if not isinstance(batch, BatchMetadata):
+        raise TypeError(
+            f"{operation}: batch must be a BatchMetadata, got {type(batch).__name__}: create it "
+            "with BatchMetadata.from_host"
+        )
+    check_field(operation, "seq_lens", batch.seq_lens, "B")
+    rows = batch.max_num_reqs
+    check_field(operation, "query_start_loc", batch.query_start_loc, rows + 1)
+    check_field(operation, "block_table", batch.block_table, rows, "W")
+    check_field(operation, "num_reqs", batch.num_reqs)
+    check_field(operation, "num_tokens", batch.num_tokens)
+    for name in ("max_num_tokens", "block_size"):
+        size = getattr(batch, name)
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{operation}: batch.{name} must be a Python int >= 1, got {size!r}")
+
+
 # --------------------------------------------------------------------------------------------------
 # Tokens: rows, positions and slots
 
 
 def num_computed_tokens(batch: BatchMetadata) -> jax.Array:
     """int32[B], tokens of each row's context computed in earlier steps."""
+    check_batch("num_computed_tokens", batch)
     return batch.seq_lens - batch.query_lens
 
 
@@ -172,6 +200,7 @@ def token_to_request(query_start_loc: jax.Array, max_num_tokens: int) -> jax.Arr
 
 def token_positions(batch: BatchMetadata) -> jax.Array:
     """int32[T], the position of each query token in its context; 0 for padding."""
+    check_batch("token_positions", batch)
     batch = on_device(batch)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
@@ -209,6 +238,7 @@ def slot_mapping(
 
     Example: `slot_mapping(batch, token_positions(batch))`.
     """
+    check_batch("slot_mapping", batch)
     cp_world_size, cp_rank, cp_interleave = context_parallel(
         cp_world_size, cp_rank, cp_interleave, "cp_", batch.block_size
     )
@@ -287,6 +317,7 @@ def logits_indices(batch: BatchMetadata) -> jax.Array:
     A row without query tokens gets the index of the preceding token, or 0. For example, query
     lengths [1, 5, 0] give [0, 5, 5].
     """
+    check_batch("logits_indices", batch)
     return jnp.maximum(batch.query_start_loc[1:] - 1, 0)
 
 

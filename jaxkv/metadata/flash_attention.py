@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.metadata.checks import at_least_1, check_has_rows
-from jaxkv.metadata.common import BatchMetadata
+from jaxkv.metadata.common import BatchMetadata, check_batch
 from jaxkv.metadata.segments import cdiv, on_device
 
 MAX_SORTED_BATCH = 992  # rows of one thread block of the prepare kernel: 32 warps of 31 rows
@@ -95,6 +95,7 @@ def build(
     Example: `flash_attention.build(batch, num_q_heads=32, num_kv_heads=8, head_dim=128,
     block_m=128, block_n=128, num_splits=4, num_sms=132)` on an H200.
     """
+    check_batch("flash_attention.build", batch)
     num_q_heads, num_kv_heads, head_dim, v_dim, bytes_per_element = at_least_1(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,

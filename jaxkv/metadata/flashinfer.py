@@ -20,6 +20,7 @@ from .checks import check_threshold
 from .common import (
     NULL_BLOCK,
     BatchMetadata,
+    check_batch,
     context_parallel,
     dcp_local_seq_lens,
     slot_mapping,
@@ -149,6 +150,7 @@ def build(
 
     Example: `flashinfer.build(batch, max_pages=8)`.
     """
+    check_batch("flashinfer.build", batch)
     dcp_world_size, dcp_rank, dcp_interleave = context_parallel(
         dcp_world_size, dcp_rank, dcp_interleave, "dcp_", batch.block_size
     )
@@ -253,6 +255,7 @@ def build_dense(batch: BatchMetadata, *, decode_threshold: int = 1) -> DenseMeta
 
     Example: `flashinfer.build_dense(batch)`.
     """
+    check_batch("flashinfer.build_dense", batch)
     split = split_decodes_and_prefills(batch, decode_threshold, require_uniform=True)
     return DenseMetadata(
         num_actual_tokens=batch.num_tokens,

@@ -46,7 +46,6 @@ def in_one_kernel(batch: BatchMetadata) -> bool:
         extension.CUDA
         and 0 < batch.max_num_reqs <= extension.FLASHINFER_ROWS
         and batch.max_blocks > 0
-        and all(leaf.dtype == jnp.int32 for leaf in leaves)
         and not any(map(_varying_axes, leaves))
     )
 

@@ -23,6 +23,7 @@ from jaxkv.metadata.block_map import mapped_blocks, physical_to_logical, updated
 from jaxkv.metadata.checks import check_rows
 from jaxkv.metadata.common import (
     BatchMetadata,
+    check_batch,
     num_computed_tokens,
     token_to_request,
 )
@@ -146,6 +147,7 @@ def build(
 
     Example: `flex.build(batch, num_blocks=1024, sliding_window=4096)`.
     """
+    check_batch("flex.build", batch)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be >= 1 token, got {sliding_window}")
     sliding_window = _within_int32(sliding_window)
@@ -184,6 +186,7 @@ def update(
       ValueError: `metadata` is not updatable or has other bounds than the batch, block ids on the
         host outside the cache, or ranges of the wrong shape or not integers.
     """
+    check_batch("flex.update", batch)
     mapped = metadata.mapped_blocks
     if mapped is None:
         raise ValueError("flex.update: metadata must be of flex.build(..., updatable=True)")
@@ -254,6 +257,7 @@ def document_ids(batch: BatchMetadata) -> jax.Array:
 
     Example: query lengths [1, 2] and T = 4 give [0, 1, 1, -1].
     """
+    check_batch("flex.document_ids", batch)
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     return jnp.where(token < batch.query_start_loc[-1], row, -1)

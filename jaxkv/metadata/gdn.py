@@ -23,7 +23,7 @@ from jaxkv.metadata.checks import (
     check_has_rows,
     check_rows,
 )
-from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, num_computed_tokens
+from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, check_batch, num_computed_tokens
 from jaxkv.metadata.segments import (
     Array,
     cdiv,
@@ -128,6 +128,7 @@ def build(
     Example: `gdn.build(batch, num_draft_tokens=drafts, num_accepted_tokens=accepted,
     num_spec_tokens=2)`.
     """
+    check_batch("gdn.build", batch)
     check_has_rows(batch.max_num_reqs)
     (chunk_size,) = at_least_1(chunk_size=chunk_size)
     _check_operands(batch, num_draft_tokens, num_accepted_tokens, mode)
@@ -193,6 +194,7 @@ def build_linear(batch: BatchMetadata, *, mode: mamba.Mode = "none") -> LinearAt
 
     Example: `gdn.build_linear(batch).state_indices_tensor`.
     """
+    check_batch("gdn.build_linear", batch)
     _check_operands(batch, None, None, mode)
     return LinearAttentionMetadata(
         **split_decodes_and_prefills(batch)._asdict(),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.common import BatchMetadata
+from jaxkv.metadata.common import BatchMetadata, check_batch
 from jaxkv.metadata.segments import Array, count_before, int32_on_device
 
 
@@ -56,6 +56,7 @@ def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) 
 
     Example: `kv_sharing.build(batch, logits_indices(batch), batch.num_reqs)`.
     """
+    check_batch("kv_sharing.build", batch)
     if logits_indices.ndim != 1 or not logits_indices.size:
         raise ValueError(
             f"logits_indices must be int32[N] with N >= 1, got shape {logits_indices.shape}"

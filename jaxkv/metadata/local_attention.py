@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.metadata.checks import at_least_1, check_rows
-from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata
+from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, check_batch
 from jaxkv.metadata.segments import Array, cdiv, int32_on_device, on_device, prefix_sum, row_of
 
 
@@ -78,6 +78,7 @@ def build(batch: BatchMetadata, chunk_size: int) -> LocalAttention:
 
     Example: `local_attention.build(batch, 8192)`.
     """
+    check_batch("local_attention.build", batch)
     chunk_size = operator.index(chunk_size)  # NumPy integers would promote int32 to int64 under x64
     if chunk_size < 1 or chunk_size % batch.block_size:
         raise ValueError(

@@ -29,6 +29,7 @@ from jaxkv.metadata.checks import (
 from jaxkv.metadata.common import (
     NULL_BLOCK,
     BatchMetadata,
+    check_batch,
     num_computed_tokens,
 )
 from jaxkv.metadata.segments import (
@@ -165,6 +166,7 @@ def build(
 
     Example: `mamba.build(batch, is_prefilling=batch.query_lens > 1, chunk_size=256)`.
     """
+    check_batch("mamba.build", batch)
     _check_mode(mode)
     if chunk_size is not None:
         (chunk_size,) = at_least_1(chunk_size=chunk_size)
@@ -271,6 +273,7 @@ def state_indices(
 
     Example: `state_indices(batch, mode="align", num_spec_tokens=2)`.
     """
+    check_batch("mamba.state_indices", batch)
     _check_mode(mode)
     if not 0 <= num_spec_tokens < batch.max_blocks:
         raise ValueError(

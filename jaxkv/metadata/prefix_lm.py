@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.checks import check_rows
-from jaxkv.metadata.common import BatchMetadata, token_positions, token_to_request
+from jaxkv.metadata.common import BatchMetadata, check_batch, token_positions, token_to_request
 from jaxkv.metadata.segments import Array, int32_on_device
 
 NO_RANGE = -1  # first and last position for a token outside all ranges
@@ -168,6 +168,7 @@ def build(batch: BatchMetadata, ranges: Array) -> jax.Array:
 
     Example: `prefix_lm.build(batch, np.array([[[8, 9]], [[10, 11]], [[0, 0]], [[0, 0]]]))`.
     """
+    check_batch("prefix_lm.build", batch)
     check_rows("ranges", ranges, batch.max_num_reqs, "ranges", 2)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     row = token_to_request(batch.query_start_loc, batch.max_num_tokens)

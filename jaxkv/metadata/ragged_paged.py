@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jaxkv._src.runtime.bounds import check_bounds
 
-from .common import BatchMetadata, slot_mapping, token_positions
+from .common import BatchMetadata, check_batch, slot_mapping, token_positions
 from .pages import packed_pages
 from .segments import cdiv, prefix_sum
 
@@ -81,6 +81,7 @@ def build(
 
     Example: `ragged_paged.build(batch, pages="packed", max_pages=8)`.
     """
+    check_batch("ragged_paged.build", batch)
     if pages not in ("table", "flat", "packed"):
         raise ValueError(f'pages must be "table", "flat" or "packed", got {pages!r}')
     if max_pages is not None and pages != "packed":

@@ -14,7 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.metadata.checks import check_flags, check_has_rows, check_rows, check_threshold
-from jaxkv.metadata.common import NULL_BLOCK, BatchMetadata, num_computed_tokens, token_to_request
+from jaxkv.metadata.common import (
+    NULL_BLOCK,
+    BatchMetadata,
+    check_batch,
+    num_computed_tokens,
+    token_to_request,
+)
 from jaxkv.metadata.segments import (
     Array,
     int32_on_device,
@@ -71,6 +77,7 @@ def split_decodes_and_prefills(
 
     Example: query lengths [1, 1, 4] are 2 decodes and 1 prefill of 2 and 4 tokens.
     """
+    check_batch("split_decodes_and_prefills", batch)
     check_has_rows(batch.max_num_reqs)
     check_threshold(decode_threshold)
     if not treat_short_extends_as_decodes and is_prefilling is None:
@@ -133,6 +140,7 @@ def split_decodes_prefills_and_extends(
     Example: query lengths [1, 1, 4, 3] of contexts [7, 3, 9, 3] are 2 decodes, 1 extend and 1
     prefill of 2, 4 and 3 tokens.
     """
+    check_batch("split_decodes_prefills_and_extends", batch)
     check_has_rows(batch.max_num_reqs)
     check_threshold(decode_threshold)
     batch = on_device(batch)
@@ -162,6 +170,7 @@ def sections(batch: BatchMetadata, split: Split | ExtendSplit) -> tuple[BatchMet
 
     Example: `decode, prefill = sections(batch, split_decodes_and_prefills(batch))`.
     """
+    check_batch("sections", batch)
     batch = on_device(batch)
     counts, tokens = split[: len(split) // 2], split[len(split) // 2 :]
     first: jax.Array | int = 0
@@ -216,6 +225,7 @@ def reorder_batch_on_device(
       `batch, rows, tokens = reorder_batch_on_device(batch, num_prompt)`, then
       `token_ids = token_ids[tokens]`.
     """
+    check_batch("reorder_batch_on_device", batch)
     check_has_rows(batch.max_num_reqs)
     check_rows("num_prompt", num_prompt, batch.max_num_reqs)
     check_threshold(decode_threshold)

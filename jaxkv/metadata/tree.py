@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.common import BatchMetadata
+from jaxkv.metadata.common import BatchMetadata, check_batch
 from jaxkv.metadata.segments import Array
 from jaxkv.metadata.splits import sections, split_decodes_and_prefills
 
@@ -89,6 +89,7 @@ def build(batch: BatchMetadata, bias: Array, *, is_prefilling: Array | None = No
 
     Example: `tree.build(batch, tree.tree_attn_bias([(0,), (1,), (0, 0)]))`.
     """
+    check_batch("tree.build", batch)
     _check_square(bias)
     split = split_decodes_and_prefills(
         batch,
@@ -128,6 +129,7 @@ def build_for_drafting(
       ValueError: a negative level, after level 0 a `query_len` below 1 or above the number of draft
         tokens of the tree, a `bias` that is not square, or a batch without rows.
     """
+    check_batch("tree.build_for_drafting", batch)
     _check_square(bias)
     if draft_index < 0:
         raise ValueError(f"draft_index must be >= 0, got {draft_index}")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .checks import at_least_1, check_has_rows, check_rows
-from .common import BatchMetadata, slot_mapping, token_positions
+from .common import BatchMetadata, check_batch, slot_mapping, token_positions
 from .segments import Array, int32_on_device
 
 _PROGRAMS_2D = 128  # with fewer programs, the kernel without segments leaves SMs idle
@@ -81,6 +81,7 @@ def build(
 
     Example: `triton.build(batch, num_q_heads=32, num_kv_heads=8, head_dim=128)`.
     """
+    check_batch("triton.build", batch)
     num_q_heads, num_kv_heads, head_dim, num_softmax_segments = at_least_1(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,

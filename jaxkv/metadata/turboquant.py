@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from .common import (
     NULL_BLOCK,
     BatchMetadata,
+    check_batch,
     slot_mapping,
     token_positions,
     token_to_request,
@@ -97,6 +98,7 @@ def build(batch: BatchMetadata) -> TurboQuantMetadata:
 
     Example: `turboquant.build(batch)`.
     """
+    check_batch("turboquant.build", batch)
     split = split_decodes_and_prefills(batch)
     token = jnp.arange(batch.max_num_tokens, dtype=jnp.int32)
     positions = token_positions(batch)

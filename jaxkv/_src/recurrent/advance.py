@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxkv._src.recurrent.align import _check_step, _counts
 from jaxkv._src.runtime.bounds import check_bounds
 from jaxkv.metadata.checks import at_least_1
-from jaxkv.metadata.common import BatchMetadata, num_computed_tokens
+from jaxkv.metadata.common import BatchMetadata, check_batch, num_computed_tokens
 from jaxkv.metadata.segments import Array, prefix_sum
 
 # --------------------------------------------------------------------------------------------------
@@ -51,6 +51,7 @@ def advance(
       BoundError: by `jaxkv.check_errors()`, for query tokens or a context above the batch's bounds,
         or of a negative length.
     """
+    check_batch("recurrent.advance", batch)
     (cp_world_size,) = at_least_1(cp_world_size=cp_world_size)
     rows = batch.max_num_reqs
     given = num_accepted, num_drafts

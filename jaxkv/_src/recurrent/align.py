@@ -35,7 +35,7 @@ from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
 from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
 from jaxkv._src.transfer.transformations import reject_transformations
 from jaxkv.metadata.checks import at_least_1, check_accepted, integers
-from jaxkv.metadata.common import BatchMetadata
+from jaxkv.metadata.common import BatchMetadata, check_batch
 from jaxkv.metadata.segments import Array, cdiv
 
 Tree = TypeVar("Tree")  # a pytree of arrays
@@ -97,6 +97,7 @@ def align_postprocess(
       The states, and int32[B] accepted counts for the next step.
 
     Raises:
+      TypeError: a batch of another type.
       ValueError: inconsistent arrays, kinds or counts, on the host accepted tokens outside
         [1, num_drafts + 1] or not fewer drafts than query tokens, or arrays that are sharded
         outside `shard_map`; in a jit with automatic mesh axes, arguments of the program.
@@ -135,6 +136,7 @@ def align_preprocess(
       The states, int32[B] accepted counts, and int32[B] columns for the next call.
 
     Raises:
+      TypeError: a batch of another type.
       ValueError: inconsistent arrays, kinds or counts, or arrays that are sharded outside
         `shard_map`; in a jit with automatic mesh axes, arguments of the program.
       NotImplementedError: inside vmap or a derivative.
@@ -157,6 +159,7 @@ def _align(
 ) -> tuple[Tree, jax.Array]:
     """Traces the FFI call of both operations; `known` is `num_drafts` or `state_idx`."""
     operation = "recurrent.align_preprocess" if before else "recurrent.align_postprocess"
+    check_batch(operation, batch)
     states, batch, num_accepted, known = reject_transformations(
         operation, (states, batch, num_accepted, known)
     )
