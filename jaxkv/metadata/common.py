@@ -93,10 +93,10 @@ class BatchMetadata:
         Raises:
           TypeError: a size that is not an integer.
           ValueError: more requests, tokens or blocks than the bounds, a query longer than its
-            context, a context longer than its blocks, a NumPy table with NULL_BLOCK for the last
-            query token of a request, a negative query length or block id, a block whose slots
-            exceed int32, a size below 1, lists of different lengths, or lists that are not
-            one-dimensional lists of integers.
+            context, a context longer than its blocks, NULL_BLOCK for the last query token of a
+            request, a negative query length or block id, a block whose slots exceed int32, a size
+            below 1, lists of different lengths, or lists that are not one-dimensional lists of
+            integers.
         """
         max_num_reqs, max_num_tokens, max_blocks, block_size, cp_world_size = at_least_1(
             max_num_reqs=max_num_reqs,
@@ -112,8 +112,7 @@ class BatchMetadata:
         check_sizes(num_reqs, max_num_reqs, num_tokens, max_num_tokens)
         check_block_ids(block_ids, block_size)
         table = padded_table(blocks, block_ids, max_num_reqs, max_blocks)
-        if block_ids.ndim == 2:  # a row of a list has no padding
-            check_last_blocks(table, query, context, block_size * cp_world_size)
+        check_last_blocks(table, query, context, block_size * cp_world_size)
         starts = np.full(max_num_reqs + 1, num_tokens, np.int32)
         starts[: num_reqs + 1] = np.concatenate([[0], np.cumsum(query)])
         lens = np.pad(context, (0, max_num_reqs - num_reqs)).astype(np.int32)

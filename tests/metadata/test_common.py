@@ -97,6 +97,8 @@ def from_host(query=(1,), seq=(1,), table=((1,),), **sizes) -> BatchMetadata:
             {"seq": (9,), "table": np.array([[1, 0]]), "cp_world_size": 2},
             "request 0 .*: column 1 of block_table is 0",
         ),
+        ({"seq": (9,), "table": ((1, 0),), "cp_world_size": 2}, "column 1 of block_table is 0"),
+        ({"table": ((0,),)}, "request 0 .*: column 0 of block_table is 0"),
     ],
 )
 def test_from_host_rejects_invalid_arguments(arguments, message):
@@ -120,7 +122,6 @@ def test_from_host_accepts_limits():
     batch = from_host((4, 0), (12, 0), ((2**29 - 1, 1, 2), ()))
     assert batch.block_table[0, 0] * 4 + 3 == 2**31 - 1
     assert from_host((), (), ()).num_reqs == 0
-    assert from_host(table=((0,),)).block_table[0, 0] == 0  # not padding, but the caller's block
     # Blocks that a window has passed, states that were not saved, a request without tokens.
     assert from_host((4, 0), (12, 12), np.array([[0, 0, 2], [0, 0, 0]])).num_tokens == 4
     assert from_host(seq=(8,), cp_world_size=2).seq_lens[0] == 8

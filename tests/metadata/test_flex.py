@@ -67,6 +67,9 @@ def shared(draw, *, bounds=None, styles=("own", "prefix", "anywhere")) -> tuple[
         if style == "anywhere":
             few = min(case.num_blocks, int(rng.integers(2, 40)))
             row[:] = rng.integers(0, few, len(row)).tolist()  # including the null block
+            if case.query_lens[i]:
+                last = (case.seq_lens[i] - 1) // case.bounds.block_size
+                row[last] = max(row[last], 1)
     return dataclasses.replace(case, tables=tables), options
 
 
