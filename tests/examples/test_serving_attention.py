@@ -26,7 +26,7 @@ def full_float32_products():
 def attention_case(query_lens, seq_lens, page_size, heads, kv_heads, head_dim, dtype, max_tokens):
     rng = np.random.default_rng(sum(seq_lens))
     max_blocks = -(-max(seq_lens) // page_size) + 1
-    ids = iter(rng.permutation(len(seq_lens) * max_blocks + 1))
+    ids = iter(1 + rng.permutation(len(seq_lens) * max_blocks))
     table = [list(itertools.islice(ids, -(-length // page_size))) for length in seq_lens]
     rows = BatchMetadata.from_host(
         query_lens, seq_lens, table, max_num_reqs=len(seq_lens) + 1, max_num_tokens=max_tokens,
