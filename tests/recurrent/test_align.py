@@ -379,7 +379,7 @@ def test_transformations_are_rejected(name):
         ),
         ({"num_accepted": np.full(6, -1, np.int32)}, "num_accepted must be at least 0 .* got -1"),
         ({"num_drafts": np.full(6, -1, np.int32)}, "num_drafts must be at least 0 .* got -1"),
-        ({"num_drafts": np.ones(6, np.int16)}, r"num_drafts must be int32\[6\], got int16\[6\]"),
+        ({"num_drafts": jnp.ones(6, jnp.int16)}, r"num_drafts must be int32\[6\], got int16\[6\]"),
     ],
 )
 def test_inconsistent_arguments_raise_while_tracing(change, message):

@@ -51,14 +51,15 @@ def advance(
       BoundError: by `jaxkv.check_errors()`, for query tokens or a context above the batch's bounds,
         or of a negative length.
     """
-    check_batch("recurrent.advance", batch)
+    operation = "recurrent.advance"
+    check_batch(operation, batch)
     (cp_world_size,) = at_least_1(cp_world_size=cp_world_size)
     rows = batch.max_num_reqs
     given = num_accepted, num_drafts
-    num_accepted = _counts("num_accepted", num_accepted, rows, nonnegative=True)
-    num_drafts = _counts("num_drafts", num_drafts, rows, nonnegative=True)
-    next_query_lens = _counts("next_query_lens", next_query_lens, rows, nonnegative=True)
-    _check_step("recurrent.advance", batch, *given)
+    num_accepted = _counts(operation, "num_accepted", num_accepted, rows, nonnegative=True)
+    num_drafts = _counts(operation, "num_drafts", num_drafts, rows, nonnegative=True)
+    next_query_lens = _counts(operation, "next_query_lens", next_query_lens, rows, nonnegative=True)
+    _check_step(operation, batch, *given)
     ran = batch.query_lens > 0
     valid = num_computed_tokens(batch) + jnp.where(
         ran, batch.query_lens - num_drafts + num_accepted - 1, 0
@@ -72,7 +73,7 @@ def advance(
     negative = (query_lens < 0) | (valid < 0) | (seq_lens < 0)
     # Check both together: otherwise a program that uses only one of them loses the check to DCE.
     checked = check_bounds(
-        "recurrent.advance",
+        operation,
         jnp.concatenate([starts, seq_lens]),
         **{
             "max_num_tokens": (num_tokens, batch.max_num_tokens),

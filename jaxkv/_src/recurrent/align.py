@@ -126,7 +126,8 @@ def align_preprocess(
     Args:
       states: as for `align_postprocess`.
       batch: batch of the next step.
-      num_accepted: int32[B], accepted tokens of each row in its last step; 1 for a new request.
+      num_accepted: int32[B], accepted tokens of each row in its last step, at least 1; 1 for a new
+        request.
       kinds: as for `align_postprocess`.
       state_idx: int32[B], block table column of each row's running state, as returned by the
         previous call; -1 for a new, preempted or resumed request, to derive it from the last
@@ -137,14 +138,15 @@ def align_preprocess(
 
     Raises:
       TypeError: a batch of another type.
-      ValueError: inconsistent arrays, kinds or counts, or arrays that are sharded outside
-        `shard_map`; in a jit with automatic mesh axes, arguments of the program.
+      ValueError: inconsistent arrays, kinds or counts, on the host accepted tokens below 1 in a row
+        with query tokens, or arrays that are sharded outside `shard_map`; in a jit with automatic
+        mesh axes, arguments of the program.
       NotImplementedError: inside vmap or a derivative.
     """
     states, counts = _align(states, batch, num_accepted, kinds, state_idx, "state_idx", before=True)
     current = cdiv(batch.seq_lens, batch.block_size) - 1
     scheduled = batch.row_mask & (batch.query_lens > 0)
-    return states, counts, jnp.where(scheduled, current, state_idx)
+    return states, counts, jnp.where(scheduled, current, jnp.asarray(state_idx, jnp.int32))
 
 
 def _align(
@@ -175,9 +177,11 @@ def _align(
     check_unsharded(jax.tree.leaves((leaves, batch, num_accepted, known)))
     rows = batch.max_num_reqs
     given = num_accepted, known
-    num_accepted = _counts("num_accepted", num_accepted, rows, nonnegative=True)
-    known = _counts(known_name, known, rows, nonnegative=not before)
-    if not before:
+    num_accepted = _counts(operation, "num_accepted", num_accepted, rows, nonnegative=True)
+    known = _counts(operation, known_name, known, rows, nonnegative=not before)
+    if before:
+        _check_last_step(operation, batch, given[0])
+    else:
         _check_step(operation, batch, *given)
     if rows == 0:
         return states, num_accepted
@@ -270,14 +274,37 @@ def _check_step(operation: str, batch: BatchMetadata, accepted: Array, drafts: A
     check_accepted(operation, query_lens > 0, accepted, drafts)
 
 
-def _counts(name: str, values: ArrayLike, rows: int, *, nonnegative: bool = False) -> jax.Array:
-    """`values` as int32[rows]; a NumPy array with values below 0 is an error if `nonnegative`."""
-    check_fits_int32(name, values)
+def _check_last_step(operation: str, batch: BatchMetadata, accepted: Array) -> None:
+    """Raises a ValueError for counts on the host below 1 in rows with tokens, as `_check_step`."""
+    query_lens: Any = batch.query_lens
+    if isinstance(query_lens, np.ndarray) and isinstance(accepted, np.ndarray):
+        for i in np.flatnonzero((query_lens > 0) & (accepted < 1)):
+            raise ValueError(
+                f"{operation}: the accepted tokens of row {i} must be at least 1, got "
+                f"{accepted[i]}: pass 1 for a new request"
+            )
+
+
+def _counts(
+    operation: str, name: str, values: ArrayLike, *shape: int, nonnegative: bool = False
+) -> jax.Array:
+    """`values` as int32[*shape], of any integer dtype on the host and of int32 on the device.
+
+    A NumPy array with values below 0 is an error if `nonnegative`.
+    """
+    check_fits_int32(f"{operation}: {name}", values)
     if nonnegative and isinstance(values, np.ndarray) and np.any(values < 0):
-        raise ValueError(f"{name} must be at least 0 in each row, got {values.min()}")
+        raise ValueError(f"{operation}: {name} must be at least 0 in each row, got {values.min()}")
+    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)):
+        on_host = np.asarray(values)
+        # With jax_enable_x64, JAX would keep int64.
+        values = on_host.astype(np.int32) if on_host.dtype.kind in "iu" else on_host
     values = jnp.asarray(values)
-    if values.shape != (rows,) or values.dtype != jnp.int32:
-        raise ValueError(f"{name} must be int32[{rows}], got {values.dtype}{[*values.shape]}")
+    if values.shape != shape or values.dtype != jnp.int32:
+        wanted = ", ".join(map(str, shape))
+        raise ValueError(
+            f"{operation}: {name} must be int32[{wanted}], got {values.dtype}{[*values.shape]}"
+        )
     return values
 
 

@@ -15,7 +15,6 @@ from jax.typing import ArrayLike
 from jaxkv._src.recurrent.align import _counts
 from jaxkv._src.runtime.errors import StaleCountsError
 from jaxkv._src.runtime.held_arrays import hold
-from jaxkv._src.runtime.int32 import check_fits_int32
 from jaxkv.metadata.checks import integers
 from jaxkv.metadata.segments import Array
 
@@ -50,20 +49,23 @@ class DeferredCounts:
 
         Args:
           num_accepted: int32[B], accepted tokens of each row.
-          step: int32[], step number.
+          step: an int or int32[], step number.
           request_ids: int32[B], request id of each row, chosen by the caller.
 
         Raises:
-          ValueError: operands of the wrong shape or dtype, or outside int32.
+          ValueError: operands of the wrong shape, on the host not integers or outside int32, or on
+            the device not int32.
         """
+        operation = "DeferredCounts.start"
         if np.ndim(num_accepted) != 1:
-            raise ValueError(f"num_accepted must be int32[B], got {np.ndim(num_accepted)} axes")
+            raise ValueError(
+                f"{operation}: num_accepted must be int32[B], got {np.ndim(num_accepted)} axes"
+            )
         rows = np.shape(num_accepted)[0]
-        check_fits_int32("step", step)
         parts = [
-            _counts("step", jnp.reshape(step, 1), 1),
-            _counts("request_ids", request_ids, rows),
-            _counts("num_accepted", num_accepted, rows),
+            _counts(operation, "step", step).reshape(1),
+            _counts(operation, "request_ids", request_ids, rows),
+            _counts(operation, "num_accepted", num_accepted, rows),
         ]
         return cls(jax.device_put(jnp.concatenate(parts), jax.memory.Space.Host))
 

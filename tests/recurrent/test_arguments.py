@@ -1,0 +1,109 @@
+"""Counts, steps and request ids: any integers on the host that fit int32, int32 on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv.metadata import BatchMetadata
+from jaxkv.recurrent import DeferredCounts, StateKind, advance, align_postprocess, align_preprocess
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+both_modes = pytest.mark.parametrize("x64", [False, True])
+
+
+def batch_of(*query_lens: int) -> BatchMetadata:
+    """Rows whose contexts end in the second of three blocks of 4 tokens."""
+    rows = len(query_lens)
+    table = np.arange(1, 1 + 3 * rows).reshape(rows, 3)
+    return BatchMetadata.from_host(
+        query_lens, [6] * rows, table,
+        max_num_reqs=rows, max_num_tokens=16, max_blocks=3, block_size=4,
+    )  # fmt: skip
+
+
+@both_modes
+@given(
+    INT32,
+    st.sampled_from([int, np.int64, np.array]),
+    st.lists(st.tuples(INT32, st.integers(1, 9)), min_size=1, max_size=4),
+    st.sampled_from([np.int32, np.int64]),
+)
+def test_start_of_integers_on_the_host(x64, step, kind, rows, dtype):
+    ids, counts = np.array(rows, dtype).T
+    with jax.enable_x64(x64):
+        started = DeferredCounts.start(counts, step=kind(step), request_ids=ids)
+    assert started.packed.dtype == jnp.int32
+    assert started.read(step=step, request_ids=ids).tolist() == counts.tolist()
+
+
+@both_modes
+@pytest.mark.parametrize("step", [2**31, np.int64(-(2**31) - 1), np.array(2**32 + 3)])
+def test_start_of_a_step_outside_int32_raises(x64, step):
+    ones = np.ones(2, np.int32)
+    message = f"DeferredCounts.start: step must fit int32, got {int(step)} "
+    with jax.enable_x64(x64), pytest.raises(ValueError, match=message):
+        DeferredCounts.start(ones, step=step, request_ids=ones)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"step": lambda: jnp.int64(3)}, r"step must be int32\[\], got int64\[\]"),
+        ({"step": lambda: np.ones(1, int)}, r"step must be int32\[\], got int32\[1\]"),
+        ({"step": lambda: 3.0}, r"step must be int32\[\], got float64\[\]"),
+        ({"request_ids": lambda: jnp.arange(2)}, r"request_ids must be int32\[2\], got int64\[2\]"),
+        ({"request_ids": lambda: np.ones(2)}, r"request_ids must be int32\[2\], got float64\[2\]"),
+        (
+            {"num_accepted": lambda: jnp.arange(2)},
+            r"num_accepted must be int32\[2\], got int64\[2\]",
+        ),
+    ],
+)
+def test_start_of_other_dtypes_raises(change, message):
+    valid = {"num_accepted": np.ones(2, int), "step": 3, "request_ids": np.ones(2, int)}
+    with jax.enable_x64(True):
+        arguments = valid | {name: value() for name, value in change.items()}
+        with pytest.raises(ValueError, match=f"DeferredCounts.start: {message}"):
+            DeferredCounts.start(**arguments)
+
+
+@both_modes
+def test_int64_counts_on_the_host_do_not_spread_to_results(x64):
+    batch, ones = batch_of(1, 1), np.ones(2, np.int64)
+    with jax.enable_x64(x64):
+        states = jnp.zeros((7, 4), jnp.float32)
+        following = advance(batch, ones, num_drafts=0 * ones, next_query_lens=ones)
+        _, *before = align_preprocess(
+            states, batch, ones, kinds=StateKind.TEMPORAL, state_idx=0 * ones
+        )
+        _, *after = align_postprocess(
+            states, batch, ones, kinds=StateKind.TEMPORAL, num_drafts=0 * ones
+        )
+    leaves = jax.tree.leaves((following, before, after))
+    assert {leaf.dtype for leaf in leaves} == {np.dtype(np.int32)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=4))
+def test_preprocess_rejects_counts_below_1_of_rows_with_tokens(rows):
+    query_lens, accepted = np.array(rows).T
+    batch, states = batch_of(*query_lens.tolist()), jnp.zeros((13, 4))
+    columns = np.zeros(len(rows), np.int32)
+
+    def run():
+        return align_preprocess(
+            states, batch, accepted, kinds=StateKind.TEMPORAL, state_idx=columns
+        )
+
+    wrong = np.flatnonzero((query_lens > 0) & (accepted < 1))
+    if not wrong.size:
+        run()
+        return
+    message = (
+        f"recurrent.align_preprocess: the accepted tokens of row {wrong[0]} must be at least 1, "
+        "got 0: pass 1 for a new request"
+    )
+    with pytest.raises(ValueError, match=message):
+        run()
