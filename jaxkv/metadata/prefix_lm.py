@@ -144,7 +144,8 @@ def _embed_ranges(request: int, feature: Feature) -> list[tuple[int, int]]:
     argument = f"request {request}: is_embed of feature {feature.modality} at {feature.offset}"
     if embeds.shape != (feature.length,):
         raise ValueError(
-            f"{argument} must have shape ({feature.length},), one entry a token, got {embeds.shape}"
+            f"{argument} must have shape ({feature.length},), one entry per token, got "
+            f"{embeds.shape}"
         )
     if not np.isin(embeds, (0, 1)).all():
         raise ValueError(f"{argument} must have entries False, True, 0 or 1, got {embeds.tolist()}")
