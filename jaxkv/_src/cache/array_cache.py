@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxkv._src.cache.array_spec import ArrayCacheSpec
 from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.cache.spec import check_size
-from jaxkv._src.runtime.devices import default_device, device_of_id
+from jaxkv._src.runtime.devices import default_sharding, device_of_id
 from jaxkv._src.runtime.pytrees import structure_difference
 
 if TYPE_CHECKING:
@@ -114,8 +114,9 @@ def pool_sharding(spec: ArrayCacheSpec, name: str) -> jax.sharding.Sharding:
             f"layout of an ArrayCacheSpec must be one of {', '.join(_AXES)}, got {name!r}"
         )
     if spec.mesh is None:
-        device = device_of_id(*spec.device) if spec.device else default_device()
-        return SingleDeviceSharding(device, memory_kind="pinned_host")
+        if spec.device is None:
+            return default_sharding().with_memory_kind("pinned_host")
+        return SingleDeviceSharding(device_of_id(*spec.device), memory_kind="pinned_host")
     sharded = {"page": spec.page_axes, "layer": (), "record": spec.block_axes}
     entries = (sharded[axis] or None for axis in _AXES[name])
     return NamedSharding(spec.mesh, PartitionSpec(*entries), memory_kind="pinned_host")

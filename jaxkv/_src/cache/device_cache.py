@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv._src.cache.spec import KVCacheSpec, check_num_elements, check_size
-from jaxkv._src.runtime.devices import check_outside_jit, default_device
+from jaxkv._src.runtime.devices import check_outside_jit, context_mesh, default_device
 from jaxkv._src.runtime.sharding import check_head_axis
 
 
@@ -49,7 +49,8 @@ class DeviceCache:
         Args:
           spec: the `KVCacheSpec`.
           num_pages: number of pages of the cache.
-          mesh: devices of the cache; None for the default device.
+          mesh: devices of the cache; None for the mesh of `jax.set_mesh`, or else the default
+            device.
           head_axis: mesh axis over which the KV heads are sharded; None to replicate the cache.
 
         Returns:
@@ -72,6 +73,7 @@ class DeviceCache:
         # Committed to its device like the pool. Otherwise a program would be compiled again for a
         # cache returned by a program that also takes the pool.
         sharding: jax.sharding.Sharding = SingleDeviceSharding(default_device())
+        mesh = context_mesh() if mesh is None else mesh
         check_head_axis(spec.num_kv_heads, "num_kv_heads", mesh, head_axis)
         if mesh is not None:
             sharding = NamedSharding(mesh, PartitionSpec(None, None, head_axis))

@@ -24,7 +24,7 @@ from jaxkv._src.cache.pinned_memory import PINNED, allocate, view_of
 from jaxkv._src.cache.shared_memory import SharedPool, identity, unlink
 from jaxkv._src.cache.spec import KVCacheSpec
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.devices import default_device, platform_of
+from jaxkv._src.runtime.devices import context_mesh, default_device, platform_of
 from jaxkv._src.runtime.sharding import check_head_axis
 
 
@@ -92,7 +92,8 @@ class HostPool:
             axis); page ids are below `num_pages` divided by the number of page shards.
           layout: see `HostLayout`; an `ArrayCacheSpec` supports page_first_direct and layer_first.
           head_groups: G of page_unified, otherwise 1.
-          mesh: devices that use the pool; None for the default device.
+          mesh: devices that use the pool; None for the mesh of `jax.set_mesh`, or else the default
+            device.
           head_axis: mesh axis over which the KV heads (page_unified: the head groups) are sharded;
             None to replicate the pool.
           shared: name of a pool in shared memory, see above: up to 200 letters, digits, "_", "-"
@@ -312,6 +313,7 @@ def _pool_sharding(
     host_layout: HostLayout, mesh: jax.sharding.Mesh | None, head_axis: str | None
 ) -> jax.sharding.Sharding:
     sharded_axis = "group" if host_layout.name == "page_unified" else "head"
+    mesh = context_mesh() if mesh is None else mesh
     if sharded_axis == "group":
         check_head_axis(host_layout.head_groups, "head_groups", mesh, head_axis)
     else:

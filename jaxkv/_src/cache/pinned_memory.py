@@ -23,7 +23,7 @@ from jaxkv._src.cache.host_memory import check_host_memory, numa_node
 from jaxkv._src.cache.shared_memory import SharedPool
 from jaxkv._src.cache.spec import check_num_elements, checked_dtype
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.devices import check_outside_jit, default_device, has_native_memory
+from jaxkv._src.runtime.devices import check_outside_jit, default_sharding, has_native_memory
 from jaxkv._src.runtime.sharding import check_is_sharding
 from jaxkv._src.runtime.sync_guard import allow_host_sync
 
@@ -63,8 +63,8 @@ def pinned_zeros(
     Args:
       shape: shape of the array; an int for one dimension.
       dtype: any byte-aligned dtype, including fp8 and int8; 64-bit only with jax_enable_x64.
-      sharding: devices that use the array; None for the default device. Its memory kind is
-        replaced by "pinned_host".
+      sharding: devices that use the array; None for all devices of the mesh of `jax.set_mesh`, or
+        else the default device. Its memory kind is replaced by "pinned_host".
 
     Returns:
       The array, committed, with `memory_kind="pinned_host"`.
@@ -97,7 +97,7 @@ def allocate(
     check_num_elements(shape, "an array in pinned memory")
     dtype = checked_dtype(dtype, "dtype")
     if sharding is None:
-        sharding = SingleDeviceSharding(default_device())
+        sharding = default_sharding()
     _check_has_pinned_memory(sharding)
     sharding = sharding.with_memory_kind(PINNED)
     devices = sharding.addressable_devices_indices_map(shape)

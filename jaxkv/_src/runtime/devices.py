@@ -1,8 +1,9 @@
-"""The default device of new arrays, its platform, and a check for arrays created inside jit."""
+"""Where JAX places new arrays, platforms of devices, and a check for arrays created inside jit."""
 
 from __future__ import annotations
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 
 def default_device() -> jax.Device:
@@ -12,6 +13,23 @@ def default_device() -> jax.Device:
     if isinstance(device, str):
         return jax.local_devices(backend=device)[0]
     return device or jax.local_devices()[0]
+
+
+def context_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh`, if any; None inside jit."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside jit
+        return None
+    return None if mesh.empty else mesh
+
+
+def default_sharding() -> Sharding:
+    """The sharding of new arrays in JAX: over all devices of a mesh of `jax.set_mesh`, or one."""
+    mesh = context_mesh()
+    if mesh is None:
+        return SingleDeviceSharding(default_device())
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def device_of_id(platform: str, number: int) -> jax.Device:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxkv._src.runtime import native
-from jaxkv._src.runtime.devices import check_outside_jit, default_device, has_native_memory
+from jaxkv._src.runtime.devices import check_outside_jit, default_sharding, has_native_memory
 from jaxkv._src.runtime.errors import PageIndexError
 from jaxkv._src.runtime.held_arrays import hold
 from jaxkv._src.runtime.sharding import check_is_sharding
@@ -46,7 +46,8 @@ class HostIds:
 
     Args:
       ids: int[n]; negative entries are padding.
-      sharding: placement of the ids, e.g. replicated over a mesh; None for the default device.
+      sharding: placement of the ids, e.g. replicated over a mesh; None for all devices of the mesh
+        of `jax.set_mesh`, or else the default device.
       data, part: reserved for JAX, which rebuilds objects from their leaves.
 
     Raises:
@@ -145,7 +146,7 @@ def _uploaded(
     words = np.concatenate([np.zeros(extension.HOST_IDS_HEADER, np.int32), *lists])
     extension.write_host_ids_header(words.ctypes.data, len(words))
     if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(default_device())
+        sharding = default_sharding()
     check_is_sharding(operation, sharding)
     if not sharding.is_fully_replicated:
         raise ValueError(f"sharding must be fully replicated, got {sharding}")
