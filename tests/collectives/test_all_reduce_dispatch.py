@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import jax
 import numpy as np
@@ -94,8 +95,8 @@ def test_explain_reports_psum_of_empty_arrays(use_table, requested):
         step = sums(memory, requested)
         assert "jaxkv_all_reduce" not in step.lower(x).as_text()
         assert step(x).shape == x.shape
-    why = {None: "in place of low_latency: the array is empty", "psum": "requested"}
-    expected = why.get(requested, "in place of one_shot: the array is empty")
+    why = {None: "instead of low_latency: the array is empty", "psum": "requested"}
+    expected = why.get(requested, "instead of one_shot: the array is empty")
     assert text == f"all_reduce of float32[0]: psum ({expected})"
 
 
@@ -137,15 +138,23 @@ def test_invalid_arguments_raise_while_tracing(memories):
         sums(memory, "one_shot")(x.astype(np.int32))
     with pytest.raises(ValueError, match=r"axis_name must be 'tp'.*got 'dp'"):
         on_ranks(memory, lambda x: jaxkv.all_reduce(memory, x, "dp"))(x)
-    with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got none"):
+    with pytest.raises(ValueError, match=r"mesh \{'tp': 2\} of memory, got none"):
         jaxkv.all_reduce(memory, x, AXIS)
+
+
+@pytest.mark.parametrize("call", [jaxkv.all_reduce, partial(jaxkv.explain, jaxkv.all_reduce)])
+def test_order_of_the_arguments_of_psum_raises(memories, call):
+    with pytest.raises(
+        TypeError, match=r"memory must be .*got an array; .*\(memory, x, axis_name\)"
+    ):
+        call(np.ones(3, np.float32), memories[2], AXIS)
 
 
 def test_different_mesh_raises(memories):
     if 4 not in memories:
         pytest.skip("needs 4 devices")
     x = operand(4, (4,), "float32")
-    with pytest.raises(ValueError, match=r"mesh \{'tp': 2\}, got \{'tp': 4\}"):
+    with pytest.raises(ValueError, match=r"mesh \{'tp': 2\} of memory, got \{'tp': 4\}"):
         on_ranks(memories[4], lambda x: jaxkv.all_reduce(memories[2], x, AXIS))(x)
 
 
@@ -172,6 +181,6 @@ def test_different_device_order_raises():
         with pytest.raises(ValueError) as raised:
             step(other)(x)
     assert str(raised.value) == (
-        f"all_reduce must run in a shard_map over the symmetric memory's mesh, whose devices along "
+        f"all_reduce: must run in a jax.shard_map over the mesh of memory, whose devices along "
         f"'tp' are {ids}, got a mesh of the same shape with {np.transpose(ids).tolist()}"
     )

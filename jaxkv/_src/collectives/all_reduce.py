@@ -94,6 +94,7 @@ def all_reduce(
       Arrays of the shapes and dtypes of `x`.
 
     Raises:
+      TypeError: `memory` has another type.
       ValueError: the axis or the mesh is not that of `memory`, or the implementation is unknown.
         A different device order is detected at lowering, except where JAX only knows an abstract
         mesh.
@@ -103,6 +104,7 @@ def all_reduce(
         different call. A compiled call raises `jax.errors.JaxRuntimeError` or `ValueError` instead,
         with this name in its text.
     """
+    _check_memory(memory)
     _check_axis_name(memory, axis_name)
     _check_mesh(memory)
     memory.check_errors()
@@ -143,7 +145,7 @@ def select_implementation(
     if unsupported_reason:
         return "psum", f"fallback from {wanted} of {table.name}: {unsupported_reason}"
     if num_bytes == 0 and wanted != "psum":
-        return "psum", f"in place of {wanted}: the array is empty"
+        return "psum", f"instead of {wanted}: the array is empty"
     return wanted, "requested" if implementation else f"selected by {table.name}"
 
 
@@ -155,6 +157,7 @@ def explain(
     implementation: Implementation | None = None,
 ) -> str:
     """Implementation of each array of `x`, with the reason; also works outside `shard_map`."""
+    _check_memory(memory)
     _check_axis_name(memory, axis_name)
     lines = []
     for leaf in jax.tree.leaves(x):
@@ -181,6 +184,15 @@ def _unsupported_reason(
     return None
 
 
+def _check_memory(memory: object) -> None:
+    if not isinstance(memory, SymmetricMemory):
+        kind = "an array" if hasattr(memory, "dtype") else type(memory).__name__
+        raise TypeError(
+            f"all_reduce: memory must be a jaxkv.SymmetricMemory, got {kind}; the order of the "
+            "arguments is all_reduce(memory, x, axis_name)"
+        )
+
+
 def _check_axis_name(memory: SymmetricMemory, axis_name: str) -> None:
     if axis_name != memory.axis_name:
         raise ValueError(
@@ -194,8 +206,8 @@ def _check_mesh(memory: SymmetricMemory) -> None:
     expected = dict(memory.mesh.shape)
     if shape != expected:
         raise ValueError(
-            f"all_reduce must run in a shard_map over the symmetric memory's mesh {expected}, "
-            f"got {shape or 'none'}"
+            f"all_reduce: must run in a jax.shard_map over the mesh {expected} of memory, got "
+            f"{shape or 'none'}"
         )
 
 
@@ -210,8 +222,8 @@ def _check_devices(expected: jax.sharding.Mesh, axis_context: object, axis_name:
     )
     if sorted(expected_ids) != sorted(ids):
         raise ValueError(
-            f"all_reduce must run in a shard_map over the symmetric memory's mesh, whose devices "
-            f"along {axis_name!r} are {expected_ids}, got a mesh of the same shape with {ids}"
+            f"all_reduce: must run in a jax.shard_map over the mesh of memory, whose devices along "
+            f"{axis_name!r} are {expected_ids}, got a mesh of the same shape with {ids}"
         )
 
 
