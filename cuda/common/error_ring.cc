@@ -197,6 +197,12 @@ std::string argument_of(const ErrorEntry& e) {
   return source ? names_of(e).source_ids : names_of(e).destination_ids;
 }
 
+// The segment of an asynchronous copy, in the terms of its operation.
+std::string segment_of(const ErrorEntry& e) {
+  const bool swap = operation_of(e) == "start_swap";
+  return (swap ? "array " : "layer ") + std::to_string(e.position);
+}
+
 std::string describe(const ErrorEntry& e) {
   // "load_pages: host_pages[3]" if the operation is known.
   const std::string operation = operation_of(e);
@@ -222,13 +228,13 @@ std::string describe(const ErrorEntry& e) {
     case ErrorCode::kDuplicate:
       return entry("destination") + " is a duplicate";
     case ErrorCode::kCopiedBeforeWait:
-      return prefix + "XLA copied array " + std::to_string(e.id) +
-             " of an asynchronous copy before the wait for segment " + std::to_string(e.position) +
-             "; donate the handle to the jitted function that waits for it. With stacked arrays, "
-             "pass after= to each wait, and use its slices before the next wait";
+      return prefix +
+             "XLA copied an array of the handle before a wait; donate the handle to the "
+             "jitted function that waits for it (with layers in stacked arrays, also pass "
+             "after= to each wait, and use its slices before the next wait)";
     case ErrorCode::kWaitTimeout:
-      return prefix + "wait for segment " + std::to_string(e.position) +
-             " of an asynchronous copy timed out: progress counter is " + std::to_string(e.limit) +
+      return prefix + "wait for " + segment_of(e) +
+             " in the order of the copy timed out: progress counter is " + std::to_string(e.limit) +
              ", expected " + std::to_string(e.id);
     case ErrorCode::kColumnOutOfRange:
       return prefix + "row " + position + " needs column " + std::to_string(e.id) +

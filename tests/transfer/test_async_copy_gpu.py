@@ -322,7 +322,7 @@ def test_wait_timeout_raises(named):
 
     cache = step(case.pool(), case.cache(), slow_input(), *ids)
     settle(cache)
-    assert_rejected(jaxkv.check_errors, jaxkv.TransferError, "segment")
+    assert_rejected(jaxkv.check_errors, jaxkv.TransferError, "wait for layer")
     jaxkv.check_errors()
 
 
@@ -342,7 +342,7 @@ def test_wait_timeout_of_a_swap_names_the_operation(dst_memory, named):
         return dst
 
     settle(step(*case.arrays(), slow_input(), *ids_for(named, ids)))
-    assert_rejected(jaxkv.check_errors, jaxkv.TransferError, "start_swap: wait for segment")
+    assert_rejected(jaxkv.check_errors, jaxkv.TransferError, "start_swap: wait for array")
     jaxkv.check_errors()
 
 

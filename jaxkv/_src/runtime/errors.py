@@ -272,7 +272,8 @@ def _error_of(kind: str, taken: Iterable[tuple[str, int | None, int, list[_Entry
     recent = list(itertools.chain(*entries))
     operations, arguments, texts = zip(*recent, strict=True) if recent else ((), (), ())
     counted = of_one if count == 1 else of_several
-    message = f"{count} {counted}: {'; '.join(texts[:_MAX_TEXTS])}"
+    distinct = list(dict.fromkeys(texts))[:_MAX_TEXTS]
+    message = f"{count} {counted}: {'; '.join(distinct)}"
     known = [str(device) for device in devices if device is not None]
     origin = [f"device {', '.join(known)}"] if known else []
     if scope := _scope.value:
