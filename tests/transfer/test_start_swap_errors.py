@@ -86,7 +86,7 @@ def test_copies_with_more_arrays_than_a_cuda_handler_takes():
         run.trace(src, dst, shapes(1))
 
     swap(most)
-    assert_rejected(lambda: swap(most + 1), ValueError, "start_swap", most + 1, f"at most {most}")
+    assert_rejected(lambda: swap(most + 1), ValueError, "start_swap", most + 1, f"limit {most}")
 
     def load(number):
         cache = [[jnp.zeros((2, 4), jnp.int32)] * number]
@@ -94,5 +94,5 @@ def test_copies_with_more_arrays_than_a_cuda_handler_takes():
         jax.jit(jaxkv.start_load).trace(pool, cache, shapes(1), shapes(1))
 
     load(most_buffers)
-    wanted = "start_load", most_buffers + 1, f"at most {most_buffers}"
+    wanted = "start_load", most_buffers + 1, f"limit {most_buffers}"
     assert_rejected(lambda: load(most_buffers + 1), ValueError, *wanted)

@@ -132,7 +132,7 @@ class Rendezvous:
             if "ALREADY_EXISTS" not in str(error):
                 raise
         if (decided := self._read(f"{key}/outcome", time.monotonic() + self.timeout_s)) is None:
-            raise RuntimeError(f"no outcome of {key} after {self.timeout_s:g} s")
+            raise RuntimeError(f"no result of {key} after {self.timeout_s:g} s")
         return decided
 
     def _failure(self, step: str, entries: dict[int, str]) -> str:

@@ -207,7 +207,7 @@ class ErrorScope:
         places = [place for place, (scope, _) in enumerate(entered) if scope is self]
         if not places:
             raise RuntimeError(
-                f"ErrorScope: {self.name!r} must be left in the thread that entered it"
+                f"ErrorScope: {self.name!r} must be exited in the thread that entered it"
             )
         # Other tasks of the thread may have entered later ones, which remain.
         left = entered[places[-1] :]

@@ -198,7 +198,7 @@ def _static(
         limit = f"slots={slots}" if most == slots else f"the limit of {most}"
         raise ValueError(
             f"{operation}: {name} has {count} ids for each request, more than {limit}: each may "
-            "need a row of its own"
+            "need a separate row"
         )
     words = batch * count * (state.hot.shape[-1] * state.hot.dtype.itemsize // 16)
     if words > np.iinfo(np.int32).max:

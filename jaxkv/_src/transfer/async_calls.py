@@ -124,13 +124,13 @@ def _check_segments(operation: str, num_segments: int, segment_buffers: int) -> 
     most, most_buffers = native.extension().MAX_SEGMENTS, native.extension().MAX_SEGMENT_BUFFERS
     if num_segments > most:
         raise ValueError(
-            f"{operation}: {num_segments} layers, or arrays of a swap, at most {most}: start "
-            "several copies"
+            f"{operation}: {num_segments} layers (or swap arrays) exceed the limit {most}; split "
+            "the copy"
         )
     if segment_buffers > most_buffers:
         raise ValueError(
-            f"{operation}: {segment_buffers} arrays of one shape in each layer, at most "
-            f"{most_buffers}: use an operation that is not asynchronous"
+            f"{operation}: {segment_buffers} arrays of one shape in each layer exceed the limit "
+            f"{most_buffers}; use the synchronous operation"
         )
 
 

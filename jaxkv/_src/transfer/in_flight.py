@@ -124,7 +124,8 @@ def check_same_trace(before: jax.Array, after: jax.Array) -> None:
         raise RuntimeError(
             "wait: the copy was started in another trace, outside the jit, checkpoint or loop that "
             "contains the wait: make its handle an argument and a result of a jit or checkpoint; "
-            "wait before a loop"
+            "wait before a loop, or stack the layers, put the handle into the loop's carry and "
+            "wait for the traced layer"
         )
 
 

@@ -180,7 +180,7 @@ def _parse_hardware(entry: object) -> Hardware | None:
     capability = entry["compute_capability"]
     if not isinstance(capability, str) or not re.fullmatch(r"\d+\.\d+", capability):
         raise ValueError(
-            f'hardware.compute_capability must be a text such as "9.0", got {capability!r}'
+            f'hardware.compute_capability must be a string such as "9.0", got {capability!r}'
         )
     _check_int(entry["num_sms"], 1, "hardware.num_sms", MOST_SMS)
     link = entry["pcie_generation"], entry["pcie_lanes"]
