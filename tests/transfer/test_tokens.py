@@ -239,16 +239,19 @@ def test_arrays_without_a_page_size_are_rejected():
     assert_rejected(call, ValueError, "tokens", "page_size", "from_arrays")
 
 
-@pytest.mark.parametrize(
-    "form, words",
-    [("recurrent", ["array 0", "float32[5, 24]"]), ("quantized", ["array 2", "int8[3]"])],
-)
-def test_arrays_without_tokens_are_named(form, words):
-    pool, _ = pool_of_tokens(form)
-    cache = jax.device_put(random_arrays(form, stacked=False))
+def test_array_without_tokens_is_named():
+    pool, _ = pool_of_tokens("quantized")
+    cache = jax.device_put(random_arrays("quantized", stacked=False))
     call = partial(jaxkv.load_pages, pool, cache, [0], [1])
     call()  # whole pages
-    assert_rejected(partial(call, tokens=range(4)), ValueError, "[page_size=16, ...]", *words)
+    words = "load_pages: tokens", "[page_size=16, ...]", "array 2", "int8[3]"
+    assert_rejected(partial(call, tokens=range(4)), ValueError, *words)
+
+
+def test_page_size_of_no_array_is_rejected():
+    arrays = random_arrays("recurrent", stacked=False)
+    call = partial(jaxkv.ArrayCacheSpec.from_arrays, arrays, page_size=PAGE_SIZE)
+    assert_rejected(call, ValueError, "page_size=16", "first dimension of a page", "[num_pages, 5,")
 
 
 @pytest.mark.cpu_only

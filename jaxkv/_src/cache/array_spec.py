@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxkv._src.cache.spec import check_size, checked_dtype, select_layers, select_tokens
-from jaxkv._src.runtime.pytrees import leaf_paths
 
 # Blocks in a host pool start at multiples of the widest word of the copy kernel.
 _ALIGNMENT_BYTES = 16
@@ -97,14 +96,15 @@ class ArrayCacheSpec:
             layers, or is not a list or tuple; or a list is stacked.
           ValueError: layers that differ; arrays with too few dimensions, without elements or with
             different numbers of pages; a dtype that JAX does not support, that is not byte-aligned
-            or not in native byte order; a `page_size` that is not an integer in [1, 2^31);
+            or not in native byte order; a `page_size` that is not an integer in [1, 2^31), or not
+            the first dimension of the pages of any array;
             shardings over different meshes, of some arrays only, or of the layer axis; or arrays
             on several devices without a mesh.
         """
         if page_size is not None:
             page_size = check_size(page_size, "page_size")
         leaves, structure = jax.tree.flatten(arrays)
-        _check_leaves(leaves, stacked)
+        _check_leaves(arrays, stacked)
         mesh, partitions = _partitions(leaves)
         first = 2 if stacked else 1  # of the dimensions of a page
         _common("number of pages", [leaf.shape[first - 1] for leaf in leaves])
@@ -118,6 +118,8 @@ class ArrayCacheSpec:
         else:
             num_layers, of_layer = _num_equal_layers(arrays, structure, pages)
         layer = pages[:of_layer]
+        if page_size is not None:
+            _check_page_size(page_size, layer)
         device = None if mesh else _device(leaves)
         return cls(num_layers, layer, structure, stacked, page_axes, mesh, page_size, device)
 
@@ -185,23 +187,7 @@ class ArrayCacheSpec:
           ValueError: the page size is unknown, the tokens of an array are not the first dimension
             of its pages or are sharded, or as for `KVCacheSpec.select_tokens`.
         """
-        if tokens is None:
-            return None
-        if self.page_size is None:
-            raise ValueError(
-                "tokens requires the page size of the cache: pass page_size to "
-                "ArrayCacheSpec.from_arrays"
-            )
-        for index, array in enumerate(self.arrays):
-            if array.shape[0] != self.page_size or array.sharding[0]:
-                sharded = f", sharded over {array.sharding[0]}" if array.sharding[0] else ""
-                raise ValueError(
-                    f"tokens requires pages of shape [page_size={self.page_size}, ...], not "
-                    f"sharded over tokens: array {index} of a layer has pages of {array.dtype}"
-                    f"{list(array.shape)}{sharded}; make a cache of the arrays without tokens, "
-                    "and pass both as a dict"
-                )
-        return select_tokens(self.page_size, tokens)
+        return select_array_tokens(self, tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,11 +226,44 @@ class BlockRecord:
         return self.offsets[-1]
 
 
-def _check_leaves(leaves: Sequence[Any], stacked: bool) -> None:
+def select_array_tokens(
+    spec: ArrayCacheSpec, tokens: range | None, name: str = "tokens"
+) -> range | None:
+    """`ArrayCacheSpec.select_tokens`; `name` begins the error messages."""
+    if tokens is None:
+        return None
+    if spec.page_size is None:
+        raise ValueError(
+            f"{name} requires the page size of the cache: pass page_size to "
+            "ArrayCacheSpec.from_arrays"
+        )
+    for index, array in enumerate(spec.arrays):
+        if array.shape[0] != spec.page_size or array.sharding[0]:
+            sharded = f", sharded over {array.sharding[0]}" if array.sharding[0] else ""
+            raise ValueError(
+                f"{name} requires pages of shape [page_size={spec.page_size}, ...], not "
+                f"sharded over tokens: array {index} of a layer has pages of {array.dtype}"
+                f"{list(array.shape)}{sharded}; make a cache of the arrays without tokens, "
+                "and pass both as a dict"
+            )
+    return select_tokens(spec.page_size, tokens, name)
+
+
+def _check_page_size(page_size: int, pages: Sequence[PageArray]) -> None:
+    """Raises a ValueError if no array has pages of this many tokens; some may have no tokens."""
+    if all(page.shape[0] != page_size for page in pages):
+        raise ValueError(
+            f"page_size={page_size} must be the first dimension of a page, got arrays "
+            f"{_show_pages(pages)}"
+        )
+
+
+def _check_leaves(arrays: Any, stacked: bool) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
     if not leaves:
         raise TypeError("arrays must have at least one layer with an array")
     dims = "3 dimensions, [num_layers, num_pages," if stacked else "2 dimensions, [num_pages,"
-    for leaf in leaves:
+    for path, leaf in leaves:
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise TypeError(f"arrays must be a pytree of arrays, got {type(leaf).__name__}")
         if isinstance(leaf, jax.core.Tracer):  # its sharding would be lost
@@ -254,8 +273,8 @@ def _check_leaves(leaves: Sequence[Any], stacked: bool) -> None:
             )
         if len(leaf.shape) < (3 if stacked else 2) or 0 in leaf.shape:
             raise ValueError(
-                f"each array must have at least {dims} ...], none of them empty, got "
-                f"{list(leaf.shape)}"
+                f"arrays{jax.tree_util.keystr(path)} must have at least {dims} ...], none of them "
+                f"empty, got shape {tuple(leaf.shape)}"
             )
         checked_dtype(leaf.dtype, "dtype of an array")
 
@@ -315,7 +334,7 @@ def _num_equal_layers(arrays: Any, structure: Any, pages: Sequence[PageArray]) -
             "stacked=True if each array has all layers"
         )
     layers = jax.tree_util.treedef_children(structure)
-    _common("pytree structure of a layer", layers, show=_show_leaves)
+    _common("pytree structure of a layer", layers)
     of_layer = len(pages) // len(layers)
     of_layers = [pages[i : i + of_layer] for i in range(0, len(pages), of_layer)]
     _common("shapes, dtypes and shardings in each layer", of_layers, show=_show_pages)
@@ -326,10 +345,6 @@ def _axis_names(entry: Any) -> AxisNames:
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
-
-
-def _show_leaves(structure: Any) -> str:
-    return ", ".join(path or "an array" for path in leaf_paths(structure))
 
 
 def _show_pages(pages: Sequence[PageArray]) -> str:

@@ -108,51 +108,59 @@ class KVCacheSpec:
         return select_tokens(self.page_size, tokens)
 
 
-def select_layers(num_layers: int, layers: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Selected layer numbers of `num_layers`: all, one for an int, or those of a sequence."""
+def select_layers(
+    num_layers: int, layers: int | Sequence[int] | None, name: str = "layers"
+) -> tuple[int, ...]:
+    """Selected layer numbers of `num_layers`: all, one for an int, or those of a sequence.
+
+    `name` begins the error messages.
+    """
     if layers is None:
         return tuple(range(num_layers))
     if any(isinstance(layer, jax.core.Tracer) for layer in jax.tree.leaves(layers)):
         raise TypeError(
-            "layers must be static integers, got a traced array: pass a Python int or range, or "
+            f"{name} must be static integers, got a traced array: pass a Python int or range, or "
             "mark the argument with static_argnames; for a traced layer use start_load on stacked "
             "arrays and wait(layer)"
         )
     chosen = layers if isinstance(layers, Sequence) else np.asarray(layers, object).reshape(-1)
     for layer in chosen:
         if isinstance(layer, bool) or not hasattr(layer, "__index__"):
-            raise ValueError(f"layers must be integers, got {layer!r}")
+            raise ValueError(f"{name} must be integers, got {layer!r}")
         if not 0 <= layer < num_layers:
-            raise ValueError(f"layers must be in [0, num_layers={num_layers}), got {layer}")
+            raise ValueError(f"{name} must be in [0, num_layers={num_layers}), got {layer}")
     numbers = tuple(int(layer) for layer in chosen)
     if len(set(numbers)) != len(numbers):
-        raise ValueError(f"layers must not have duplicates, got {numbers}")
+        raise ValueError(f"{name} must not have duplicates, got {numbers}")
     return numbers
 
 
-def select_tokens(page_size: int, tokens: range | None) -> range | None:
-    """Selected token positions of pages of `page_size` tokens; None for all."""
+def select_tokens(page_size: int, tokens: range | None, name: str = "tokens") -> range | None:
+    """Selected token positions of pages of `page_size` tokens; None for all.
+
+    `name` begins the error messages.
+    """
     if tokens is None:
         return None
     if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(tokens)):
         raise TypeError(
-            "tokens must be a static range, got a traced value: pass a Python range, or mark the "
+            f"{name} must be a static range, got a traced value: pass a Python range, or mark the "
             "argument with static_argnames"
         )
     if not isinstance(tokens, range):
         raise TypeError(
-            f"tokens must be a range of token positions, such as range(0, 5), or None, got "
+            f"{name} must be a range of token positions, such as range(0, 5), or None, got "
             f"{type(tokens).__name__}"
         )
     if tokens.step != 1:
-        raise ValueError(f"tokens must have step 1, got {tokens}")
+        raise ValueError(f"{name} must have step 1, got {tokens}")
     if not tokens:
         raise ValueError(
-            f"tokens must have at least one position, got {tokens}; pass empty id lists to copy "
+            f"{name} must have at least one position, got {tokens}; pass empty id lists to copy "
             "nothing"
         )
     if tokens.start < 0 or tokens.stop > page_size:
-        raise ValueError(f"tokens must be in [0, page_size={page_size}), got {tokens}")
+        raise ValueError(f"{name} must be in [0, page_size={page_size}), got {tokens}")
     return None if len(tokens) == page_size else tokens
 
 

@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 import jax
 
 from jaxkv._src.cache.array_cache import ArrayCache, as_array_cache, engine_arrays, is_stacked
-from jaxkv._src.cache.array_spec import ArrayCacheSpec
+from jaxkv._src.cache.array_spec import ArrayCacheSpec, select_array_tokens
 from jaxkv._src.cache.device_cache import DeviceCache
 from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.cache.host_pool import HostPool, check_pair
+from jaxkv._src.cache.spec import KVCacheSpec, select_layers, select_tokens
 from jaxkv._src.transfer.block_copy import BlockCopy
 
 PyTree: TypeAlias = Any  # of arrays
@@ -37,8 +38,8 @@ def resolve_pages(
             f"{operation}: layers must be an integer or one-dimensional, got an array of {rank} "
             "dimensions"
         )
-    chosen = pool.spec.select_layers(layers)
-    tokens = pool.spec.select_tokens(tokens)
+    chosen = select_layers(pool.spec.num_layers, layers, f"{operation}: layers")
+    tokens = _select_tokens(pool.spec, tokens, f"{operation}: tokens")
     if not chosen:
         return [], lambda _: cache if to_dense else pool
     copies, places = [], []
@@ -83,6 +84,15 @@ def by_layer(operation: str, pool: HostPool, cache: PyTree) -> DeviceCache | Arr
             )
         return as_array_cache(spec, cache)
     return cache
+
+
+def _select_tokens(
+    spec: KVCacheSpec | ArrayCacheSpec, tokens: range | None, name: str
+) -> range | None:
+    """`spec.select_tokens(tokens)`; `name` begins the error messages."""
+    if isinstance(spec, ArrayCacheSpec):
+        return select_array_tokens(spec, tokens, name)
+    return select_tokens(spec.page_size, tokens, name)
 
 
 def arrays_of_copies(pool: HostPool, tokens: range | None) -> list[tuple[int, ...]]:
