@@ -310,7 +310,8 @@ def view_of(array: jax.Array, device: jax.Device | None) -> np.ndarray:
     if found is None:
         raise ValueError(
             "view: the array is a copy in XLA's memory, made by a store to which the pool was not "
-            "donated; donate the pool (donate_argnames='pool')"
+            "donated, or whose buffer a NumPy array held: donate the pool "
+            "(donate_argnames='pool'), and inspect it by view(), not by np.asarray(pool.data)"
         )
     return found[: shard.nbytes].view(shard.dtype).reshape(shard.shape)
 
