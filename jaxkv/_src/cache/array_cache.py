@@ -141,7 +141,7 @@ class ArrayCache:
         return self.layers[0][0].shape[1 if self.spec.stacked else 0]
 
 
-def as_array_cache(spec: ArrayCacheSpec, arrays: Any) -> ArrayCache:
+def as_array_cache(operation: str, spec: ArrayCacheSpec, arrays: Any) -> ArrayCache:
     """An engine's arrays by layer.
 
     Raises:
@@ -150,7 +150,7 @@ def as_array_cache(spec: ArrayCacheSpec, arrays: Any) -> ArrayCache:
     leaves, structure = jax.tree.flatten(arrays)
     if structure != spec.structure:
         raise ValueError(
-            "cache must have the pytree structure of its spec: "
+            f"{operation}: cache must have the pytree structure of its spec: "
             + structure_difference(spec.structure, structure)
         )
     per_layer = len(spec.arrays)
@@ -177,7 +177,7 @@ def layer_arrays(cache: ArrayCache, layer: int) -> Any:
     return jax.tree.unflatten(structures[layer], cache.layers[layer])
 
 
-def check_arrays(pool: HostPool, cache: ArrayCache) -> None:
+def check_arrays(operation: str, pool: HostPool, cache: ArrayCache) -> None:
     """Raises a ValueError unless the pool and the arrays, of one shard, match their spec."""
     spec = cache.spec
     layout = pool.host_layout
@@ -185,13 +185,14 @@ def check_arrays(pool: HostPool, cache: ArrayCache) -> None:
         sharded = (*spec.page_axes, *spec.block_axes)
         if sharded:
             raise ValueError(
-                f"pool is sharded over mesh axes {', '.join(sharded)}: call this inside "
-                "jax.shard_map, with pool.partition_spec in its in_specs, where pool.data is "
+                f"{operation}: pool is sharded over mesh axes {', '.join(sharded)}: call the "
+                "operation inside a jax.shard_map that is manual over all mesh axes of the pool, "
+                "with pool.partition_spec in its in_specs, where pool.data is "
                 f"uint8[..., {layout.shape[-1]}], got {pool.data.dtype}{list(pool.data.shape)}"
             )
         raise ValueError(
-            f"pool.data must be uint8{list(layout.shape)} for layout {pool.layout}, got "
-            f"{pool.data.dtype}{list(pool.data.shape)}"
+            f"{operation}: pool.data must be uint8{list(layout.shape)} for layout {pool.layout}, "
+            f"got {pool.data.dtype}{list(pool.data.shape)}"
         )
     num_pages = cache.num_pages
     leading = (spec.num_layers, num_pages) if spec.stacked else (num_pages,)
@@ -201,6 +202,7 @@ def check_arrays(pool: HostPool, cache: ArrayCache) -> None:
             if tuple(array.shape) != shape or array.dtype != spec.blocks.dtypes[index]:
                 where = f"array {index}" if spec.stacked else f"array {index} of layer {layer}"
                 raise ValueError(
-                    f"cache: {where} must be {spec.blocks.dtypes[index]}{list(shape)} (of one "
-                    f"shard), got {array.dtype}{list(array.shape)}"
+                    f"{operation}: cache: {where} must be {spec.blocks.dtypes[index]}{list(shape)} "
+                    f"(of one shard) to match the pool, got {array.dtype}{list(array.shape)}; "
+                    "create the pool with ArrayCacheSpec.from_arrays(cache)"
                 )

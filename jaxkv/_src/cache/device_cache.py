@@ -1,4 +1,4 @@
-"""The KV cache in HBM: layer first, one array per layer and half (K, V)."""
+"""The KV cache in HBM: layer first, one K and one V array per layer."""
 
 from __future__ import annotations
 
@@ -98,17 +98,17 @@ class DeviceCache:
         return getattr(self.layers[0][0].sharding, "spec", PartitionSpec())
 
 
-def check_num_arrays(cache: DeviceCache) -> None:
+def check_num_arrays(operation: str, cache: DeviceCache) -> None:
     """Raises a ValueError unless the cache has the layers of its spec, and the arrays of each."""
     num_layers, num_kv = cache.spec.num_layers, cache.spec.num_kv
     if len(cache.layers) != num_layers:
         raise ValueError(
-            f"cache.layers must have the num_layers={num_layers} layers of its spec, got "
-            f"{len(cache.layers)}"
+            f"{operation}: cache.layers must have the num_layers={num_layers} layers of its spec, "
+            f"got {len(cache.layers)}"
         )
     for layer, arrays in enumerate(cache.layers):
         if len(arrays) != num_kv:
             raise ValueError(
-                f"cache.layers[{layer}] must have {num_kv} arrays for kind {cache.spec.kind!r}, "
-                f"got {len(arrays)}"
+                f"{operation}: cache.layers[{layer}] must have {num_kv} arrays for kind "
+                f"{cache.spec.kind!r}, got {len(arrays)}"
             )

@@ -217,7 +217,8 @@ class HostPool:
         Raises:
           RuntimeError: called inside jit, or the pool was closed or donated.
           ValueError: no such shard, `device` is None for a pool on several devices, the array is a
-            copy that XLA made of a pool not donated, or the platform is neither CPU nor CUDA.
+            copy that XLA made of a pool that was not donated or whose buffer a NumPy array of
+            `np.asarray(pool.data)` held, or the platform is neither CPU nor CUDA.
         """
         return view_of(self.data, device)
 
@@ -312,8 +313,8 @@ def description(spec: KVCacheSpec | ArrayCacheSpec) -> dict[str, str]:
 def _pool_sharding(
     host_layout: HostLayout, mesh: jax.sharding.Mesh | None, head_axis: str | None
 ) -> jax.sharding.Sharding:
-    sharded_axis = "group" if host_layout.name == "page_unified" else "head"
     mesh = context_mesh() if mesh is None else mesh
+    sharded_axis = "group" if host_layout.name == "page_unified" else "head"
     if sharded_axis == "group":
         check_head_axis(host_layout.head_groups, "head_groups", mesh, head_axis)
     else:
@@ -324,25 +325,30 @@ def _pool_sharding(
     return NamedSharding(mesh, PartitionSpec(*axes), memory_kind=PINNED)
 
 
-def check_memory_kind(data: Any) -> None:
+PASS_A_POOL = "pass a pool that HostPool.create or a store has returned"
+
+
+def check_memory_kind(operation: str, data: Any) -> None:
     """Raises a ValueError for a concrete array that is not in pinned host memory."""
     if isinstance(data, np.ndarray):
         raise ValueError(
-            "pool.data must be a jax.Array in memory kind pinned_host, got a NumPy array: the pool "
-            "has left pinned memory; pass one that HostPool.create or a store has returned"
+            f"{operation}: pool.data must be a jax.Array in memory kind pinned_host, got a NumPy "
+            f"array: {PASS_A_POOL}"
         )
     concrete = isinstance(data, jax.Array) and not isinstance(data, jax.core.Tracer)
     if concrete and (kind := data.sharding.memory_kind) != "pinned_host":
-        raise ValueError(f"pool.data must have memory kind pinned_host, got {kind}")
+        raise ValueError(
+            f"{operation}: pool.data must be in memory kind pinned_host, got {kind}: {PASS_A_POOL}"
+        )
 
 
 def check_pair(operation: str, pool: HostPool, cache: DeviceCache | ArrayCache) -> None:
     """Raises a TypeError or ValueError unless the pool and the cache match."""
     if not isinstance(pool, HostPool):
         raise TypeError(f"{operation}: pool must be a jaxkv.HostPool, got {type(pool).__name__}")
-    check_memory_kind(pool.data)
+    check_memory_kind(operation, pool.data)
     if isinstance(cache, ArrayCache):
-        check_arrays(pool, cache)
+        check_arrays(operation, pool, cache)
         return
     if not isinstance(cache, DeviceCache):
         raise TypeError(
@@ -354,20 +360,21 @@ def check_pair(operation: str, pool: HostPool, cache: DeviceCache | ArrayCache) 
         in_pool, in_cache = (getattr(owner.spec, field.name) for owner in (pool, cache))
         if in_pool != in_cache:
             raise ValueError(
-                f"pool and cache must have the same {field.name}, got {in_pool} and {in_cache}"
+                f"{operation}: pool and cache must have the same {field.name}, got {in_pool} and "
+                f"{in_cache}"
             )
     layout = pool.host_layout
     if tuple(pool.data.shape) != layout.shape or pool.data.dtype != layout.spec.dtype:
         raise ValueError(
-            f"pool.data must be {layout.spec.dtype}{list(layout.shape)} for layout {pool.layout}, "
-            f"got {pool.data.dtype}{list(pool.data.shape)}"
+            f"{operation}: pool.data must be {layout.spec.dtype}{list(layout.shape)} for layout "
+            f"{pool.layout}, got {pool.data.dtype}{list(pool.data.shape)}"
         )
-    check_num_arrays(cache)
+    check_num_arrays(operation, cache)
     expected = (cache.num_pages, *layout.spec.block_shape)
     for layer, halves in enumerate(cache.layers):
         for array in halves:
             if tuple(array.shape) != expected or array.dtype != layout.spec.dtype:
                 raise ValueError(
-                    f"cache.layers[{layer}] must be {layout.spec.dtype}{list(expected)} to match "
-                    f"the pool, got {array.dtype}{list(array.shape)}"
+                    f"{operation}: cache.layers[{layer}] must be {layout.spec.dtype}"
+                    f"{list(expected)} to match the pool, got {array.dtype}{list(array.shape)}"
                 )

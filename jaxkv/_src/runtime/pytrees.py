@@ -20,4 +20,4 @@ def structure_difference(expected: PyTreeDef, got: PyTreeDef) -> str:
         only = [path for path in some if path not in set(others)]
         if only:
             return f"{text}: {only[0] or 'a single array'} is {sign}"
-    return f"{text}, in containers of other types"
+    return f"{text}, in containers of other types: {expected} and {got}"

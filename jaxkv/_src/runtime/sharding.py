@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeAlias
 
 import jax
@@ -47,8 +47,10 @@ def check_head_axis(num_parts: int, name: str, mesh: Mesh | None, head_axis: str
         )
 
 
-def check_unsharded(leaves: Iterable[object]) -> None:
+def check_unsharded(leaves: Iterable[object], name: str = "an argument") -> None:
     """Raises a ValueError for arrays known to be sharded, which XLA would all-gather for the call.
+
+    `name` begins the message.
 
     Shardings are known for concrete arrays and, while tracing, for a mesh with explicit axes.
     """
@@ -57,9 +59,17 @@ def check_unsharded(leaves: Iterable[object]) -> None:
         sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
             raise ValueError(
-                f"an argument array is sharded over its mesh, {sharding.spec}: call the operation "
-                "inside jax.shard_map, on the shard of each device"
+                f"{name} has an array with the sharding {sharding.spec} over mesh axes "
+                f"{dict(sharding.mesh.shape)}, and XLA would gather it on every device: call the "
+                "operation inside a jax.shard_map that is manual over all these axes, on the shard "
+                "of each device"
             )
+
+
+def check_arguments_unsharded(operation: str, arguments: Mapping[str, object]) -> None:
+    """`check_unsharded` for the pytrees of arguments, by name."""
+    for name, argument in arguments.items():
+        check_unsharded(jax.tree.leaves(argument), f"{operation}: {name}")
 
 
 def match_varying_axes(array: jax.Array, operands: Iterable[ArrayLike]) -> jax.Array:

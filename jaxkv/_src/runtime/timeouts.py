@@ -9,8 +9,8 @@ import jax
 MAX_TIMEOUT_S = 1e9  # a clock value plus the timeout in nanoseconds fits in 64 bits
 
 
-def checked_timeout_s(timeout_s: object) -> float:
-    """`timeout_s` as a float.
+def checked_timeout_s(timeout_s: object, name: str = "timeout_s") -> float:
+    """`timeout_s` as a float; `name` begins the error messages.
 
     Raises:
       TypeError: it is traced.
@@ -22,9 +22,9 @@ def checked_timeout_s(timeout_s: object) -> float:
             return seconds
     if isinstance(timeout_s, jax.core.Tracer):
         raise TypeError(
-            "timeout_s must be a Python number, got a traced value: bind it with "
+            f"{name} must be a Python number, got a traced value: bind it with "
             "functools.partial, or mark the argument with static_argnames"
         )
     raise ValueError(
-        f"timeout_s must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s!r}"
+        f"{name} must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s!r}"
     )

@@ -22,7 +22,7 @@ from jaxkv._src.runtime.dtypes import check_canonical_dtype
 from jaxkv._src.runtime.errors import scope_attribute
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.int32 import check_fits_int32
-from jaxkv._src.runtime.sharding import check_unsharded, match_varying_axes
+from jaxkv._src.runtime.sharding import check_arguments_unsharded, match_varying_axes
 from jaxkv._src.runtime.tracing import check_not_closed_over, check_not_deleted
 from jaxkv._src.sparse.state import SparseState, check_is_state, rows_of
 from jaxkv._src.transfer.block_copy import scratch_like
@@ -92,7 +92,8 @@ def fetch(
         _as_int32("sparse.fetch: lengths", lengths),
         _as_int32("sparse.fetch: block_table", block_table),
     )
-    check_unsharded(jax.tree.leaves(arguments))
+    names = "state", "pool", "topk_ids", "lengths", "block_table"
+    check_arguments_unsharded("sparse.fetch", dict(zip(names, arguments, strict=True)))
     run = _fetch if _has_tracers(arguments) else _fetch_now
     return run(*reject_transformations("sparse.fetch", arguments), static)
 
@@ -146,7 +147,8 @@ def append(
         )
     table = _as_int32("sparse.append: block_table", block_table)
     arguments = state, pool, rows, positions, table
-    check_unsharded(jax.tree.leaves(arguments))
+    names = "state", "pool", "rows", "positions", "block_table"
+    check_arguments_unsharded("sparse.append", dict(zip(names, arguments, strict=True)))
     run = _append if _has_tracers(arguments) else _append_now
     return run(*reject_transformations("sparse.append", arguments), static)
 
@@ -213,7 +215,7 @@ def _check_state(operation: str, state: Any, pool: Any) -> None:
     check_not_closed_over(operation, "state", state)
     check_not_closed_over(operation, "pool", pool)
     spec = rows_of(pool.spec)
-    check_memory_kind(pool.data)
+    check_memory_kind(operation, pool.data)
     layers, batch, slots, _ = state.hot.shape
     cells = layers, batch, slots
     expected = {

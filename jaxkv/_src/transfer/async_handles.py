@@ -53,7 +53,7 @@ class _PageCopyHandle(CopyHandle):
         implementation: Implementation | None,
         timeout_s: float,
     ) -> Self:
-        timeout_s = checked_timeout_s(timeout_s)
+        timeout_s = checked_timeout_s(timeout_s, f"{operation}: timeout_s")
         cache = by_layer(operation, pool, engine_cache)
         call, traced = resolve.prepare(
             operation, (pool, cache), ids, layers, tokens, implementation
@@ -134,7 +134,8 @@ class _PageCopyHandle(CopyHandle):
         for number in layers:
             if number not in self._segments:
                 raise ValueError(
-                    f"layer must be one of the copied layers {self._segments}, got {number}"
+                    f"wait: layer must be one of the copied layers {list(self._segments)}, got "
+                    f"{number}; the argument layers of the start selects them"
                 )
         self._wait_for(layers, after)
         arrays = tuple(map(self._layer_arrays, layers))
@@ -151,13 +152,13 @@ class _PageCopyHandle(CopyHandle):
         cache = self._cache
         if not isinstance(cache, ArrayCache) or not cache.spec.stacked:
             raise TypeError(
-                "layer must be a static integer: only stacked arrays (ArrayCacheSpec.from_arrays("
-                "..., stacked=True)) can be indexed by a traced layer"
+                "wait: layer must be a static integer: only stacked arrays "
+                "(ArrayCacheSpec.from_arrays(..., stacked=True)) can be indexed by a traced layer"
             )
         if self._segments != tuple(range(cache.spec.num_layers)):
             raise ValueError(
-                f"a traced layer requires a copy of all {cache.spec.num_layers} layers in order, "
-                f"got layers {self._segments}"
+                f"wait: a traced layer requires a copy of all {cache.spec.num_layers} layers in "
+                f"order, got layers {list(self._segments)}"
             )
         last = cache.spec.num_layers - 1
         if self._ticket is not None and len(self._waited) < len(self._segments):

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeAlias
 
 import jax
 
-from jaxkv._src.runtime.sharding import check_unsharded
+from jaxkv._src.runtime.sharding import check_arguments_unsharded
 from jaxkv._src.transfer.async_calls import _wait
 from jaxkv._src.transfer.in_flight import Completion, check_same_trace, keep_alive
 from jaxkv._src.transfer.transformations import reject_transformations
@@ -59,7 +59,10 @@ class CopyHandle:
         retained = retained if self._plan is None else [self._plan, *retained]
         operands = (self._ticket, *retained, *after)
         operands, arrays, options = reject_transformations("wait", (operands, arrays, options))
-        check_unsharded((*operands, *arrays))
+        own = 1 + len(retained)
+        check_arguments_unsharded(
+            "wait", {"the handle": (operands[:own], arrays), "after": operands[own:]}
+        )
         run = _wait
         if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
             _check_not_deleted([self._ticket, *retained, *arrays])

@@ -65,7 +65,7 @@ def select_implementation(
       NotImplementedError: the requested implementation, or every one, does not support the call;
         the message has the reasons.
     """
-    check_implementation_name(implementation)
+    check_implementation_name(implementation, f"{copy.operation}: implementation")
     machine = _machine()
     forced = _forced_implementation.get() if implementation is None else None
     requested = forced.implementation if forced else implementation
@@ -104,12 +104,13 @@ def select_implementation(
     return Selection(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")
 
 
-def check_implementation_name(implementation: Implementation | None) -> None:
+def check_implementation_name(
+    implementation: Implementation | None, name: str = "implementation"
+) -> None:
     """Raises ValueError unless it is None or one of `IMPLEMENTATIONS`."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, "
-            f"got {implementation!r}"
+            f"{name} must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
         )
 
 

@@ -52,7 +52,7 @@ def for_each_group(
         if not isinstance(value, Mapping):
             raise TypeError(
                 f"{operation}: {name} must be a dict of groups like {grouped[0]}, got "
-                f"{type(value).__name__}"
+                f"{'an array' if hasattr(value, 'dtype') else type(value).__name__}"
             )
     first, *others = arguments.items()
     for name, value in others:

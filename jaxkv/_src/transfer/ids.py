@@ -73,7 +73,7 @@ class HostIds:
         if data is not _NEW:
             self.data, self.ids, self.part = cast(jax.Array, data), None, part
             return
-        self.ids, self.part = as_host_ids(cast(npt.ArrayLike, ids), "ids"), None
+        self.ids, self.part = as_host_ids(cast(npt.ArrayLike, ids), "HostIds: ids"), None
         self.data = _uploaded("HostIds", [self.ids], sharding)
 
     def __len__(self) -> int:
@@ -122,12 +122,17 @@ class HostIdPair:
             self.data, self.ids = cast(jax.Array, data), None
             return
         if first is None or second is None:
-            raise TypeError("first and second are required: NumPy arrays or lists of integers")
-        self.ids = as_host_ids(first, "first"), as_host_ids(second, "second")
+            raise TypeError(
+                "HostIdPair: first and second are required: NumPy arrays or lists of integers"
+            )
+        self.ids = (
+            as_host_ids(first, "HostIdPair: first"),
+            as_host_ids(second, "HostIdPair: second"),
+        )
         if len(self.ids[0]) != len(self.ids[1]):
             raise ValueError(
-                f"first and second must have the same length, got {len(self.ids[0])} and "
-                f"{len(self.ids[1])}"
+                f"HostIdPair: first and second must have the same length, got {len(self.ids[0])} "
+                f"and {len(self.ids[1])}"
             )
         self.data = _uploaded("HostIdPair", self.ids, sharding)
 
@@ -149,7 +154,10 @@ def _uploaded(
         sharding = default_sharding()
     check_is_sharding(operation, sharding)
     if not sharding.is_fully_replicated:
-        raise ValueError(f"sharding must be fully replicated, got {sharding}")
+        raise ValueError(
+            f"{operation}: sharding must be fully replicated, got {sharding}; pass "
+            "NamedSharding(mesh, PartitionSpec())"
+        )
     native_memory = all(map(has_native_memory, sharding.addressable_devices))
     if native_memory:
         sharding = sharding.with_memory_kind("pinned_host")
@@ -207,7 +215,9 @@ def as_host_ids(ids: npt.ArrayLike, name: str) -> np.ndarray:
     if array.size == 0:
         return array.astype(np.int32)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must have an integer dtype, got {array.dtype}")
+        raise TypeError(
+            f"{name} must have an integer dtype, got {array.dtype}: pass array.astype(np.int32)"
+        )
     may_exceed = not np.can_cast(array.dtype, np.int32)
     if may_exceed and (array.max() > _INT32.max or array.min() < _INT32.min):
         raise ValueError(f"{name} must fit int32, got values in [{array.min()}, {array.max()}]")
@@ -232,7 +242,7 @@ def as_ids(ids: Ids, name: str) -> CheckedIds:
         return as_host_ids(ids, name)
     array = cast(jax.Array, ids)
     if array.dtype != jnp.int32:
-        raise TypeError(f"{name} must be int32, got {array.dtype}")
+        raise TypeError(f"{name} must be int32, got {array.dtype}: pass array.astype(jnp.int32)")
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
     return array

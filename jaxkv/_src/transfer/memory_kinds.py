@@ -1,11 +1,11 @@
 """Checks of memory kinds in the complete program; the types of traced arrays may lack them.
 
-A pool whose type says device memory has left pinned memory, or has only lost its memory space: the
-memory kinds of the program's arguments tell the two apart. In the same way for destinations of
-`swap_blocks` and `start_swap`: `jax.jit(jnp.zeros, out_shardings=...)` returns an array in
-pinned_host memory whose type says device memory. The result of a copy into it has this type: XLA
-copies the array to the device, or aborts the process if it is donated. Programs with too many
-destinations in host memory are refused: see host_memory_paths.py.
+A pool whose type says device memory is no longer in memory kind pinned_host, or has only lost its
+memory space: the memory kinds of the program's arguments tell the two apart. In the same way for
+destinations of `swap_blocks` and `start_swap`: `jax.jit(jnp.zeros, out_shardings=...)` returns an
+array in pinned_host memory whose type says device memory. The result of a copy into it has this
+type: XLA copies the array to the device, or aborts the process if it is donated. Programs with too
+many destinations in host memory are refused: see host_memory_paths.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from jaxkv._src.cache.host_pool import PASS_A_POOL
 from jaxkv._src.runtime.fusion_barrier import fusion_barrier
 from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.transfer.buffer_aliases import BufferAliases
@@ -52,8 +53,8 @@ def check_host_results(operation: str, results: Sequence[Any]) -> None:
     if len(results) > 1 and on_host and aborts:
         raise NotImplementedError(
             f"{operation}: jax {jax.__version__} cannot compile a call for GPUs with "
-            f"{len(results)} results in host memory: the process would end. Install jax>=0.11, or "
-            "use store_pages with one pool"
+            f"{len(results)} results in host memory: XLA would abort the process. Install "
+            "jax>=0.11, or use store_pages with one pool"
         )
 
 
@@ -118,9 +119,9 @@ def _check(module: Any) -> None:
             kind = aliases.memory_kind(argument)  # None if all arguments are in default memory
             if operation not in SWAPS and kind != "pinned_host" and aliases.is_argument(argument):
                 raise ValueError(
-                    f"{operation}: pool.data, {argument.type}, must have memory kind pinned_host, "
-                    f"got {kind or 'device'}: the pool has left pinned memory; pass one that "
-                    "HostPool.create or a store has returned"
+                    f"{operation}: pool.data, {argument.type}, must be in memory kind pinned_host, "
+                    f"got {kind or 'device'}: {PASS_A_POOL}, or, to lower ahead of time, one of "
+                    "jax.ShapeDtypeStruct(..., sharding=pool.data.sharding)"
                 )
             if operation in SWAPS and kind == "pinned_host":
                 raise ValueError(

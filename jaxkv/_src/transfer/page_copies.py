@@ -82,7 +82,7 @@ def by_layer(operation: str, pool: HostPool, cache: PyTree) -> DeviceCache | Arr
                 f"{operation}: pool was created for an engine's own arrays (ArrayCacheSpec), but "
                 "cache is a DeviceCache; create the pool with cache.spec"
             )
-        return as_array_cache(spec, cache)
+        return as_array_cache(operation, spec, cache)
     return cache
 
 

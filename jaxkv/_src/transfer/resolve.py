@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv._src.cache.host_layout import PageGeometry
 from jaxkv._src.runtime.dtypes import check_byte_dtype, check_canonical_dtype
 from jaxkv._src.runtime.pytrees import structure_difference
-from jaxkv._src.runtime.sharding import check_unsharded
+from jaxkv._src.runtime.sharding import check_arguments_unsharded
 from jaxkv._src.runtime.tracing import check_not_closed_over, check_not_deleted
 from jaxkv._src.transfer.block_copy import BlockCopy, result_types, with_varying_axes
 from jaxkv._src.transfer.dispatch import check_implementation_name, on_host
@@ -49,7 +49,7 @@ def prepare(
     implementation: Implementation | None,
 ) -> tuple[PreparedCall, bool]:
     """Checks the arguments of an operation; returns its copies and whether it is traced."""
-    check_implementation_name(implementation)
+    check_implementation_name(implementation, f"{operation}: implementation")
     names = ("src", "dst") if operation in SWAPS else ("pool", "cache")
     for name, argument in zip(names, state, strict=True):
         check_not_closed_over(operation, name, argument)
@@ -60,14 +60,15 @@ def prepare(
         if operation not in SWAPS:
             state = with_checked_pool(operation, *state)
     call = resolve(operation, state, ids, layers, tokens)
-    leaves = jax.tree.leaves((state, call.ids))
-    check_unsharded(leaves)
+    id_names, _ = _OPERATIONS[operation]
+    arguments = zip((*names, *id_names), (*state, *call.ids), strict=True)
+    check_arguments_unsharded(operation, dict(arguments))
     if traced:
-        _check_host_ids_are_passed(call.ids, _OPERATIONS[operation][0])
+        _check_host_ids_are_passed(operation, call.ids, id_names)
         for copy in call.copies:
             check_shard_map_is_compiled(operation, copy.written, result_types(copy))
     else:
-        _check_concrete(operation, call, leaves)
+        _check_concrete(operation, call, jax.tree.leaves((state, call.ids)))
     return call, traced
 
 
@@ -81,7 +82,7 @@ def resolve(
     """The copies of an operation; raises if its arguments do not match."""
     names, make_copies = _OPERATIONS[operation]
     source_ids, destination_ids = (
-        as_ids(value, name) for value, name in zip(ids, names, strict=True)
+        as_ids(value, f"{operation}: {name}") for value, name in zip(ids, names, strict=True)
     )
     if num_ids_of(source_ids) != num_ids_of(destination_ids):
         raise ValueError(
@@ -101,17 +102,17 @@ def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None, tokens
             f"{operation}: dst must have the pytree structure of src: "
             + structure_difference(source_tree, destination_tree)
         )
-    _check_blocks("src", sources)
-    _check_blocks("dst", destinations)
+    _check_blocks(operation, "src", sources)
+    _check_blocks(operation, "dst", destinations)
     groups: dict[int, list[int]] = {}
     for leaf, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
         in_src, in_dst = (f"{a.dtype}{list(a.shape[1:])}" for a in (source, destination))
         if in_src != in_dst:
             raise ValueError(
-                f"leaf {leaf}: blocks of src and dst must have the same dtype and shape, got "
-                f"{in_src} and {in_dst}"
+                f"{operation}: blocks of src and dst must have the same dtype and shape, got "
+                f"{in_src} and {in_dst} in leaf {leaf}"
             )
-        check_byte_dtype(source.dtype, f"dtype of leaf {leaf}")
+        check_byte_dtype(source.dtype, f"{operation}: dtype of leaf {leaf}")
         block_bytes = int(np.prod(source.shape[1:], dtype=np.int64)) * source.dtype.itemsize
         if block_bytes and source.shape[0] and destination.shape[0]:
             groups.setdefault(block_bytes, []).append(leaf)
@@ -143,20 +144,27 @@ def _resolve_swap(operation: str, src: PyTree, dst: PyTree, layers: None, tokens
     return copies, rebuild
 
 
-def _check_blocks(side: str, arrays: Sequence[jax.Array]) -> None:
+def _check_blocks(operation: str, side: str, arrays: Sequence[jax.Array]) -> None:
     """Raises a TypeError or ValueError unless these are arrays of equally many blocks."""
     for array in arrays:
         if not hasattr(array, "dtype"):
-            raise TypeError(f"{side} must be a pytree of arrays, got {type(array).__name__}")
+            raise TypeError(
+                f"{operation}: {side} must be a pytree of arrays, got {type(array).__name__}"
+            )
         if array.ndim < 1:
-            raise ValueError(f"each array of {side} must have shape [num_blocks, ...], got []")
-        check_canonical_dtype(array, f"an array of {side}")
+            raise ValueError(
+                f"{operation}: each array of {side} must have shape [num_blocks, ...], got shape ()"
+            )
+        check_canonical_dtype(array, f"{operation}: an array of {side}")
     if len({array.shape[0] for array in arrays}) > 1:
         sizes = [array.shape[0] for array in arrays]
-        raise ValueError(f"all arrays of {side} must have the same number of blocks, got {sizes}")
+        raise ValueError(
+            f"{operation}: all arrays of {side} must have the same number of blocks, got {sizes}"
+        )
     if arrays and arrays[0].shape[0] > (limit := np.iinfo(np.int32).max):
         raise ValueError(
-            f"{side} has {arrays[0].shape[0]} blocks, the limit of int32 ids is {limit}"
+            f"{operation}: {side} has {arrays[0].shape[0]} blocks, the limit of int32 ids is "
+            f"{limit}"
         )
 
 
@@ -183,12 +191,13 @@ _OPERATIONS: dict[str, tuple[tuple[str, str], Callable[..., Resolved]]] = {
 }
 
 
-def _check_host_ids_are_passed(ids: IdPair, names: tuple[str, str]) -> None:
+def _check_host_ids_are_passed(operation: str, ids: IdPair, names: tuple[str, str]) -> None:
     """Rejects closed-over HostIds: XLA copies them, and a copy is not written by the host."""
     for entry, name in zip(ids, names, strict=True):
         if isinstance(entry, HostIds) and not isinstance(entry.data, jax.core.Tracer):
             raise ValueError(
-                f"{name}: HostIds must be arguments of the jitted function, not closed over"
+                f"{operation}: {name}: HostIds must be arguments of the jitted function, not "
+                "closed over"
             )
 
 

@@ -80,7 +80,8 @@ def _check(module: ir.Module) -> None:
                 raise ValueError(
                     f"{operation}: an argument of the program, {argument.type}, has the sharding "
                     f"{sharding}, and XLA would gather it on every device: call the operation "
-                    "inside jax.shard_map, on the shard of each device"
+                    "inside a jax.shard_map that is manual over all mesh axes of the array, on the "
+                    "shard of each device"
                 )
 
 

@@ -61,7 +61,7 @@ class SwapHandle(CopyHandle):
         timeout_s: float,
     ) -> Self:
         operation = "start_swap"
-        timeout_s = checked_timeout_s(timeout_s)
+        timeout_s = checked_timeout_s(timeout_s, f"{operation}: timeout_s")
         call, traced = prepare(operation, (src, dst), ids, None, None, implementation)
         if not traced:
             with jax.disable_jit(False):  # a start requires a compiled program
@@ -127,7 +127,9 @@ class SwapHandle(CopyHandle):
             ) from error
         num_arrays = len(jax.tree.leaves(self._dst))
         if not 0 <= array < num_arrays:
-            raise ValueError(f"array must be in [0, {num_arrays}), the arrays of dst, got {array}")
+            raise ValueError(
+                f"wait: array must be in [0, {num_arrays}), the arrays of dst, got {array}"
+            )
         self._wait_for([array], after)
         return jax.tree.leaves(self._dst)[array]
 
