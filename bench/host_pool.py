@@ -8,9 +8,9 @@
   - NUMA: the share of sampled pages on the node of the device, read back from the kernel.
 
 `--restart` measures a warm restart instead: a process creates a shared pool of `--gib`, stores a
-pattern into all its pages, and is killed; the next ones, one after the other, attach to the pool, load
-all pages, and compare every byte. The pages are in /dev/shm, which must have room for them (mount
-option size).
+pattern into all its pages, and is killed; the next ones, one after the other, attach to the pool,
+load all pages, and compare every byte. The pages are in /dev/shm, which must have room for them
+(mount option size).
 
 Pools above the available memory are not measured. No environment variable is set.
 """

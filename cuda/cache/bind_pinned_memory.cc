@@ -43,7 +43,15 @@ constexpr const char* kUnused = "dltensor";  // the name of a capsule that nobod
 constexpr int32_t kCpu = 1, kCudaHost = 3;
 
 struct Tensor {
-  DLManagedTensor managed;
+  Tensor(std::vector<int64_t> sizes, std::shared_ptr<PinnedMemory> of)
+      : shape(std::move(sizes)), memory(std::move(of)) {
+    ++memory->num_arrays;
+  }
+  ~Tensor() { --memory->num_arrays; }
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+
+  DLManagedTensor managed{};
   std::vector<int64_t> shape;
   std::shared_ptr<PinnedMemory> memory;
 };
@@ -65,7 +73,7 @@ nb::object pinned_tensor(const PinnedMemory& found, std::vector<int64_t> shape, 
   size_t num_bytes = bits / 8;
   for (const int64_t size : shape) num_bytes *= static_cast<size_t>(size);
   if (num_bytes > memory->num_bytes()) throw nb::value_error("the tensor exceeds its memory");
-  auto tensor = std::make_unique<Tensor>(Tensor{{}, std::move(shape), std::move(memory)});
+  auto tensor = std::make_unique<Tensor>(std::move(shape), std::move(memory));
   tensor->managed = {
       .tensor = {.data = tensor->memory->data(),
                  .device = {device < 0 ? kCpu : kCudaHost, std::max(device, 0)},
@@ -95,6 +103,11 @@ nb::object pinned_view(uintptr_t address) {
   return nb::cast(Bytes(memory->data(), {memory->num_bytes()}, held));
 }
 
+int num_arrays(uintptr_t address) {
+  const auto memory = PinnedMemory::find(reinterpret_cast<const void*>(address));
+  return memory ? memory->num_arrays.load() : 0;
+}
+
 }  // namespace
 
 void bind_pinned_memory(nb::module_& m) {
@@ -115,6 +128,8 @@ void bind_pinned_memory(nb::module_& m) {
   m.def("pinned_view", &pinned_view, nb::arg("address"),
         "The bytes of the pinned tensor that begins at an address, read-only, without a copy; "
         "None if there is no such tensor. The view owns the memory too.");
+  m.def("num_pinned_arrays", &num_arrays, nb::arg("address"),
+        "The number of JAX's arrays in the pinned memory that begins at an address.");
   m.def("nodes_of_pages", &nodes_of_pages, nb::arg("address"), nb::arg("num_bytes"), without_gil,
         "The NUMA node of each page of a sample, or a negative errno.");
   m.def("wait_for_frees", &wait_for_frees, without_gil,

@@ -1,6 +1,7 @@
 // Page-locked host memory on a NUMA node, owned by the arrays and views that use it.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -38,6 +39,10 @@ class PinnedMemory {
   // May run in any thread. Memory of devices is freed by a thread of its own, after their work:
   // work in flight may still use it, and the caller may be what that work waits for.
   ~PinnedMemory();
+
+  // Arrays of JAX in this memory. Without any, the memory is only that of views: the pool is closed
+  // or dropped, or XLA has copied it for a program that returned it without donation.
+  std::atomic<int> num_arrays{0};
 
   void* data() const { return data_; }
   size_t num_bytes() const { return num_bytes_; }

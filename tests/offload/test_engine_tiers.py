@@ -162,7 +162,8 @@ def test_groups_have_an_engine_each(tmp_path):
         assert engine.drain(TIMEOUT_S)
     tier.remove([key for key in tier._index._used if key.startswith(full.keys(chain)[3])])
     make_engine = partial(jaxkv.OffloadEngine, tiers=[tier], tier_timeout_s=TIMEOUT_S, events=True)
-    engines = [make_engine(create(SPEC)) for _ in range(2)]
+    pools = [create(SPEC) for _ in range(2)]
+    engines = [make_engine(pool) for pool in pools]
     chains = [group.keys(chain) for group in (full, window)]
     fetched = [
         engine.prefetch(keys, group.window)
@@ -189,7 +190,7 @@ def test_discarded_blocks_leave_the_tier(tmp_path):
     pool, cache = create(SPEC), jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES)
     engine = jaxkv.OffloadEngine(pool, tiers=[tier], tier_timeout_s=TIMEOUT_S)
     engine.store(KEYS, range(4))
-    step(engine, pool, cache, jaxkv.store_pages)
+    pool, _ = step(engine, pool, cache, jaxkv.store_pages)
     assert engine.drain(TIMEOUT_S)
     engine.discard([bytes(200), *KEYS[1:2]])  # the first one is too long for a tier
     engine.manager.discard()
@@ -210,7 +211,7 @@ def test_prefetch_from_a_closed_tier_evicts_nothing(tmp_path):
     tier.close()
     others = [bytes([i]) * 36 for i in range(NUM_PAGES)]
     engine.store(others, range(8))
-    step(engine, pool, cache, jaxkv.store_pages)
+    pool, _ = step(engine, pool, cache, jaxkv.store_pages)
     prefetch = engine.prefetch(KEYS)
     finish(engine, lambda: prefetch.done)
     assert engine.lookup(others).num_blocks == NUM_PAGES
@@ -276,6 +277,31 @@ def test_a_store_to_a_copy_of_the_pool_is_an_error(num_donated):
     assert_rejected(engine.poll, RuntimeError, f"host pages {pages}", "donate the pool")
     assert engine.poll() == [store] and store.failed
     assert engine.lookup(KEYS[2:]) == (0, 0) and tier.writes == 4 * num_donated
+
+
+def test_reads_into_a_pool_that_a_step_has_copied_are_an_error(tmp_path):
+    """A load returns the pool without donating it: the next blocks would be read into the old one,
+    and loads would copy from the new one."""
+    pool, cache = create(SPEC), jaxkv.DeviceCache.create(SPEC, num_pages=NUM_PAGES)
+    open_tier = partial(FileTier, tmp_path, 1024, capacity_bytes=1 << 20)
+    with closing(open_tier()) as tier:
+        engine = jaxkv.OffloadEngine(pool, batch_sizes=(8,), tiers=[tier])
+        engine.store(KEYS, range(4))
+        step(engine, pool, cache, jaxkv.store_pages)
+        assert engine.drain(TIMEOUT_S)
+    with closing(open_tier()) as tier:
+        engine = jaxkv.OffloadEngine(
+            pool := create(SPEC), batch_sizes=(8,), tiers=[tier], tier_timeout_s=TIMEOUT_S
+        )
+        for keys in (KEYS[:2], KEYS[2:]):
+            prefetch = engine.prefetch(keys)
+            if keys == KEYS[:2]:
+                finish(engine, lambda prefetch=prefetch: prefetch.done)
+                assert engine.lookup(keys).num_blocks == 2
+                pool = jax.block_until_ready(jax.jit(lambda pool: pool)(pool))
+        with pytest.raises(RuntimeError, match="donate the pool"):
+            finish(engine, lambda: prefetch.done)
+        assert prefetch.done and engine.lookup(KEYS[2:]) == (0, 0) and engine.poll() == []
 
 
 def stored_by_dma(engine, pool, cache):

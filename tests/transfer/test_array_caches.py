@@ -308,7 +308,7 @@ def test_sharded_pool_outside_shard_map_raises():
     arrays = [jax.device_put(np.zeros((4, 16, 4, 32), np.float32), sharding)]
     pool = jaxkv.HostPool.create(jaxkv.ArrayCacheSpec.from_arrays(arrays), num_pages=4)
     for load in (jaxkv.load_pages, jax.jit(jaxkv.load_pages)):
-        with pytest.raises(ValueError, match="over mesh axes tp: .* manual over all mesh axes"):
+        with pytest.raises(ValueError, match=r"over mesh axes tp: .* manual over all mesh axes"):
             load(pool, arrays, jnp.array([0]), jnp.array([1]))
 
 

@@ -38,6 +38,9 @@ class Pages:
     def keys(self, key):
         return [key + part for part in PARTS]
 
+    def is_in_use(self):
+        return True
+
     def parts(self, page):
         return [memoryview(part) for part in self.bytes[page]]
 

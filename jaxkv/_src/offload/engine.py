@@ -46,7 +46,7 @@ class OffloadEngine:
 
     Blocks whose store is complete are written to the tiers, and read back into host pages by
     `prefetch`, in threads of the tiers. A tier that fails or is slow costs hits, never a step.
-    Donate the pool to every step with stores: `poll` raises if one did not write its pages.
+    Donate the pool to every step that returns it: `poll` raises if steps use a copy of it.
 
     Not thread-safe, except `metrics`. Follows vLLM's offloading connector, which builds its
     transfers in the scheduler in the same way; tiers are those of its tiering manager.
@@ -325,7 +325,7 @@ class OffloadEngine:
 
         Raises:
           RuntimeError: the result of a step was donated or deleted before its copies ended; or a
-            step did not write the pages of a store in the pool: its blocks are then not found.
+            step stored into a copy of the pool, or returned one: its blocks are then not found.
         """
         while self._in_flight and is_over(self._in_flight[0][1]):
             batch, result = self._in_flight[0]

@@ -17,6 +17,7 @@ from jaxkv._src.cache.host_pool import HostPool, description
 from jaxkv._src.cache.pinned_memory import view_of
 from jaxkv._src.offload.copies import CopyBatch
 from jaxkv._src.offload.integers import checked_integer
+from jaxkv._src.runtime import native
 
 
 class PoolMemory:
@@ -45,9 +46,11 @@ class PoolMemory:
         if getattr(pool.spec, "num_page_shards", 1) > 1:
             raise ValueError("OffloadEngine: tiers do not support pools with page shards")
         shards = {_start(shard): shard for shard in pool.data.addressable_shards}  # no replicas
+        self._addresses: list[int] = []
         self._runs: list[np.ndarray[Any, Any]] = []
         for start in sorted(shards):
             memory = _writable(view_of(pool.data, shards[start].device))
+            self._addresses.append(memory.ctypes.data)
             self._runs += [*memory.reshape(_num_runs(pool), pool.num_pages, -1)]
         self.block_bytes = self._runs[0].shape[1]
         what = f"{description(pool.spec)} {pool.layout} {pool.head_groups} {len(shards)}"
@@ -60,6 +63,10 @@ class PoolMemory:
 
     def parts(self, page: int) -> list[memoryview]:
         return [run[page].data for run in self._runs]
+
+    def is_in_use(self) -> bool:
+        """Whether the shards are still arrays of JAX, rather than copies that a step returned."""
+        return all(map(native.extension().num_pinned_arrays, self._addresses))
 
     def mark(self, pages: Iterable[int]) -> None:
         """Writes a mark into pages that the next step is to store; see `unwritten`."""

@@ -31,6 +31,9 @@ class PageMemory(Protocol):
     def parts(self, page: int) -> list[memoryview]:
         """The parts of a page, each `block_bytes` long."""
 
+    def is_in_use(self) -> bool:
+        """Whether steps use these pages: not if one of them has returned a copy of the pool."""
+
 
 @dataclasses.dataclass(eq=False)
 class OffloadPrefetch:
@@ -128,6 +131,7 @@ class TierCopies:
         self._reading: set[bytes] = set()
         self._num_writing = 0  # blocks
         self._num_dropped = 0  # blocks
+        self._is_useless = False  # to be raised by `poll`
 
     def prefetch(self, keys: Sequence[bytes], window: int | None) -> OffloadPrefetch:
         """Asks the tier for the blocks that the host pool lacks, and reads those of the prefix."""
@@ -182,10 +186,15 @@ class TierCopies:
         self._removals.append(self._executor.submit(self._tier.remove, names))
 
     def poll(self) -> None:
-        """Completes copies that have ended, and begins the reads of answered lookups."""
+        """Completes copies that have ended, and begins the reads of answered lookups.
+
+        Raises:
+          RuntimeError: blocks were to be read into a pool that no step uses any more.
+        """
         for copy in [copy for copy in self._reads if copy.is_over()]:
             self._reads.remove(copy)
-            self._manager.complete(copy.spec, failed=copy.failed())
+            is_of_use = self._is_of_use()
+            self._manager.complete(copy.spec, failed=copy.failed() if is_of_use else copy.spec.keys)
         self._reading = {key for copy in self._reads for key in copy.spec.keys}
         for copy in [copy for copy in self._writes if copy.is_over()]:
             self._writes.remove(copy)
@@ -196,6 +205,13 @@ class TierCopies:
                 LOGGER.warning("OffloadEngine: discarded blocks may remain in a tier: %s", error)
         for prefetch in [*self._prefetches]:
             self._advance(prefetch)
+        if self._is_useless:
+            self._is_useless = False
+            raise RuntimeError(
+                "poll: the pool of the constructor is no longer in use, and blocks of tiers cannot "
+                "be read into it: it was closed, or a step to which it was not donated returned a "
+                "copy of it; donate the pool to every step that returns it, loads included"
+            )
 
     def drain(self, timeout_s: float) -> bool:
         """Waits for the writes and the removals."""
@@ -226,6 +242,8 @@ class TierCopies:
 
         A block that is being written, and is not in a host page, has been discarded.
         """
+        if not self._is_of_use():
+            return
         keys, state = prefetch.keys, self._manager.state
         there = there.difference(*(copy.spec.keys for copy in self._writes))
         absent = {key for key in keys if state(key) is None}
@@ -238,6 +256,12 @@ class TierCopies:
         self._manager.start(spec)
         self._reads.append(_TierCopy(spec, self._submit(self._tier.read, spec)))
         self._reading.update(spec.keys)
+
+    def _is_of_use(self) -> bool:
+        """Whether loads find what is read into the pool; otherwise the next `poll` raises."""
+        is_in_use = self._memory.is_in_use()
+        self._is_useless |= not is_in_use
+        return is_in_use
 
     def _fitting(
         self, keys: tuple[bytes, ...], both: set[bytes], absent: set[bytes], window: int | None
