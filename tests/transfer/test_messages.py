@@ -108,7 +108,7 @@ def test_sharded_argument_is_named_with_explicit_axes(argument):
     pool = case.pool(mesh=mesh, head_axis=axes["pool"])
     cache = case.cache(mesh=mesh, head_axis=axes["cache"])
     call = partial(jax.jit(jaxkv.load_pages), pool, cache, ids, IDS)
-    words = "sharding P(", "{'tp': 2}", "manual over all these axes"
+    words = "sharded by P(", "{'tp': 2}", "manual over all these axes"
     assert_message(call, ValueError, f"load_pages: {argument} has an array", *words)
 
 

@@ -59,9 +59,9 @@ def check_unsharded(leaves: Iterable[object], name: str = "an argument") -> None
         sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
             raise ValueError(
-                f"{name} has an array with the sharding {sharding.spec} over mesh axes "
+                f"{name} has an array sharded by {sharding.spec} over mesh axes "
                 f"{dict(sharding.mesh.shape)}, and XLA would gather it on every device: call the "
-                "operation inside a jax.shard_map that is manual over all these axes, on the shard "
+                "operation inside jax.shard_map, manual over all these axes, on the shard "
                 "of each device"
             )
 

@@ -80,7 +80,7 @@ def _check(module: ir.Module) -> None:
                 raise ValueError(
                     f"{operation}: an argument of the program, {argument.type}, has the sharding "
                     f"{sharding}, and XLA would gather it on every device: call the operation "
-                    "inside a jax.shard_map that is manual over all mesh axes of the array, on the "
+                    "inside jax.shard_map, manual over all mesh axes of the array, on the "
                     "shard of each device"
                 )
 
