@@ -122,6 +122,19 @@ def test_done_of_a_donated_handle_is_refused(direction, named):
     check(case, direction, numpy_ids, out, pool)
 
 
+def test_done_of_a_handle_without_jax_arrays_is_refused(direction, named):
+    _, _, ids, pool, begin = started_by_jit(direction, named)
+    handle = jax.device_get(begin(pool, make_case().cache(), *ids))
+    assert_rejected(handle.done, RuntimeError, "done", "device_get", "not JAX arrays")
+
+
+def test_done_after_the_pool_was_closed_names_the_cause(named):
+    case, _, ids, pool, begin = started_by_jit("store", named)
+    handle = begin(pool, case.cache(), *ids)
+    handle.pool.close()
+    assert_rejected(handle.done, RuntimeError, "done", "closed or deleted")
+
+
 def test_done_does_not_keep_the_arrays_of_a_copy():
     class Array:
         def is_deleted(self) -> bool:

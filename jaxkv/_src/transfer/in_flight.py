@@ -61,17 +61,23 @@ class Completion:
         """
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
             raise RuntimeError("done: the handle is traced; query it outside of jit")
+        if not all(hasattr(array, "is_deleted") for array in arrays):
+            raise RuntimeError(
+                "done: the arrays of the handle were replaced by values that are not JAX arrays, "
+                "as by jax.device_get; query the handle of the start"
+            )
         try:
             if any(array.is_deleted() for array in arrays):
                 raise RuntimeError
+            arrays = _buffers(arrays)
             copy = _InFlightCopy(ticket, arrays, self._started)
             if ticket is None:
                 return all(array.is_ready() for array in arrays)
             ended = copy.ended()
         except RuntimeError as error:  # also if another thread donates an array now
             raise RuntimeError(
-                "done: the handle was donated to a program; its copy is complete when the results "
-                "of the program that waits for it are ready"
+                "done: an array of the handle was donated to a program, or closed or deleted; the "
+                "copy is complete when the results of the program that waits for it are ready"
             ) from error
         self._started = copy.started
         return ended
@@ -93,8 +99,19 @@ def keep_alive(leaves: Sequence[Any] | None, *, instead_of: jax.Array | None = N
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return
     _release_finished(instead_of)
+    arrays = _buffers(arrays)
     if leaves and arrays and leaves[0] is not None:
         _in_flight.append(_InFlightCopy(leaves[0], arrays))
+
+
+def _buffers(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays; for PRNG keys, which have no `is_ready`, the arrays of their bits."""
+    return [array if hasattr(array, "is_ready") else _bits(array) for array in arrays]
+
+
+def _bits(keys: jax.Array) -> jax.Array:
+    with jax.ensure_compile_time_eval():  # also if a program is being traced
+        return jax.random.key_data(keys)
 
 
 def _release_finished(ticket: jax.Array | None) -> None:
