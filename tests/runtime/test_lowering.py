@@ -1,7 +1,9 @@
 """Callbacks on complete modules."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -50,3 +52,51 @@ def test_every_callback_of_a_module_runs_once():
     jax.jit(requesting(*callbacks, callbacks[0])).lower(jnp.zeros(3))
     jax.jit(lambda x: x + 2).lower(jnp.zeros(3))
     assert ran == ["a", "b"]
+
+
+def test_callbacks_run_after_event_listeners_were_cleared():
+    ran = []
+    for name in "ab":
+        jax.monitoring.clear_event_listeners()
+        jax.jit(requesting(lambda module, name=name: ran.append(name))).lower(jnp.zeros(3))
+    assert ran == ["a", "b"]
+
+
+def test_listener_is_registered_once():
+    jax.monitoring.clear_event_listeners()
+    register = jax.monitoring.register_event_duration_secs_listener
+    with mock.patch.object(
+        jax.monitoring, "register_event_duration_secs_listener", side_effect=register
+    ) as registering:
+        for _ in range(3):
+            jax.jit(requesting(lambda module: None)).lower(jnp.zeros(3))
+    assert registering.call_count == 1
+
+
+def test_threads_lower_while_event_listeners_are_cleared():
+    """Each thread has its own requests; a listener that two of them register runs them once."""
+    ran = []
+
+    def lower(i: int) -> None:
+        jax.jit(requesting(lambda module: ran.append(i))).lower(jnp.zeros(3 + i))
+
+    jax.monitoring.clear_event_listeners()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lower, range(32)))
+    assert sorted(ran) == list(range(32))
+
+
+def test_nested_lowering_after_event_listeners_were_cleared():
+    ran = []
+    primitive = Primitive("nesting")
+    primitive.def_abstract_eval(lambda x: x)
+
+    def lower(context, x):
+        jax.monitoring.clear_event_listeners()
+        jax.jit(requesting(lambda module: ran.append("inner"))).lower(jnp.zeros(4))
+        when_lowered(context.module_context.module, lambda module: ran.append("outer"))
+        return [x]
+
+    mlir.register_lowering(primitive, lower, cacheable=False)
+    jax.jit(primitive.bind).lower(jnp.zeros(3))
+    assert ran == ["inner", "outer"]

@@ -17,6 +17,7 @@ from jax.extend.mlir import ir
 from jaxkv._src.runtime.donation import check_memory_kinds_of_aliases, match_memory_kinds
 
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_PING = "/jaxkv/listening"
 # Bounded, since a failed lowering leaves its entry in the queue.
 _MAX_PENDING = 16
 
@@ -27,29 +28,39 @@ class _Pending(threading.local):
     def __init__(self) -> None:
         self.entries: collections.deque[tuple[ir.Module, _Callback]]
         self.entries = collections.deque(maxlen=_MAX_PENDING)
+        self.heard = False  # the last ping
 
 
 _pending = _Pending()
-_listening = threading.Lock()
 
 
 def when_lowered(module: ir.Module, callback: _Callback) -> None:
     """Calls `callback(module)` once after this thread has lowered the module.
 
-    Repeated requests are ignored. If JAX's event listeners are cleared, `callback` is never called:
-    the module must be correct without it.
+    Repeated requests are ignored. If JAX's event listeners are cleared between this request and the
+    end of the lowering, `callback` is never called for the module.
 
     Args:
       module: the MLIR module that this thread is lowering.
       callback: a function; requests are compared by its identity.
     """
-    if not any(module is pending and callback is same for pending, same in _pending.entries):
-        _pending.entries.append((module, callback))
-    if _listening.acquire(blocking=False):  # never released: one listener per process
+    if any(module is pending and callback is same for pending, same in _pending.entries):
+        return
+    _listen()
+    _pending.entries.append((module, callback))
+
+
+def _listen() -> None:
+    """Registers the listener unless it is registered: JAX's listeners may have been cleared."""
+    _pending.heard = False
+    jax.monitoring.record_event_duration_secs(_PING, 0.0)
+    if not _pending.heard:  # two threads may both register it: the second call finds no entries
         jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
 def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
+    if event == _PING:
+        _pending.heard = True
     if event != _LOWERED:
         return
     # The lowering of a program may lower others, which complete first.
