@@ -58,7 +58,8 @@ def test_callbacks_run_after_event_listeners_were_cleared():
     ran = []
     for name in "ab":
         jax.monitoring.clear_event_listeners()
-        jax.jit(requesting(lambda module, name=name: ran.append(name))).lower(jnp.zeros(3))
+        callbacks = [lambda module, name=name: ran.append(name)]
+        jax.jit(requesting(*callbacks)).lower(jnp.zeros(3))
     assert ran == ["a", "b"]
 
 

@@ -46,7 +46,8 @@ def test_keys_are_copied(programs, named):
         assert swapping.done() in (True, False)
         out = jax.jit(wait, donate_argnums=0)(swapping)
     jaxkv.check_errors(out)
-    assert_trees_equal(bits(out), bits(jaxkv.swap_blocks(*trees(), *IDS)))
+    src, dst = trees()
+    assert_trees_equal(bits(out), bits(jaxkv.swap_blocks(src, dst, IDS[0], IDS[1])))
 
 
 def test_keys_in_flight_do_not_break_other_copies(named):

@@ -1,6 +1,7 @@
-"""Sharded arguments with automatic mesh axes: XLA would gather them for a copy."""
+"""Arguments that XLA would gather for a copy, and asynchronous copies that it cannot partition."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from tests.util.transfer_cases import assert_rejected, make_case, mesh_of
 pytestmark = pytest.mark.multigpu
 IDS = np.array([1, 2], np.int32)
 OPERATIONS = ["load_pages", "store_pages", "start_load", "start_store"]
+SYNCHRONOUS = {"start_load": "load_pages", "start_store": "store_pages"}
 
 
 @pytest.fixture(params=[True, False], ids=["shardy", "gspmd"])
@@ -36,8 +38,8 @@ def state_on(mesh, pool_axis, cache_axis):
     return case.pool(mesh=mesh, head_axis=pool_axis), case.cache(mesh=mesh, head_axis=cache_axis)
 
 
-def result_of(operation, *args):
-    result = getattr(jaxkv, operation)(*args)
+def result_of(operation, *args, **options):
+    result = getattr(jaxkv, operation)(*args, **options)
     return result.cache if operation == "start_load" else result
 
 
@@ -97,6 +99,80 @@ def test_copy_in_shard_map_of_a_larger_program_is_accepted(partitioner):
 
     case = make_case(num_kv_heads=4)
     case.assert_holds(pool, step(pool, cache), **case.expected("load", IDS, IDS))
+
+
+def mesh_of_two_axes(sizes):
+    return jax.sharding.Mesh(mesh_of(int(np.prod(sizes))).devices.reshape(sizes), ("tp", "dp"))
+
+
+def load_on_shards(pool, cache, **options):
+    specs = pool.partition_spec, cache.partition_spec
+    load = partial(result_of, "start_load", host_pages=IDS, device_pages=IDS)
+    return jax.shard_map(load, in_specs=specs, out_specs=specs[1], **options)
+
+
+@pytest.mark.parametrize("operation", SYNCHRONOUS)
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "no jit"])
+def test_start_on_replicated_arrays_is_rejected(operation, jitted, partitioner):
+    start = partial(getattr(jaxkv, operation), host_pages=IDS, device_pages=IDS)
+    call: Any = jax.jit(start) if jitted else start
+    words = operation, "2 devices", "jax.shard_map", "all mesh axes", SYNCHRONOUS[operation]
+    assert_rejected(lambda: call(*state_on(mesh_of(2), None, None)), ValueError, *words)
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "no jit"])
+def test_wait_for_replicated_arrays_is_rejected(jitted, partitioner):
+    mesh = mesh_of(2)
+    pool, cache = state_on(mesh, None, None)
+    start = partial(jaxkv.start_load, host_pages=IDS, device_pages=IDS)
+    start = jax.shard_map(
+        start,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    loading = jax.jit(start, donate_argnums=1)(pool, cache)
+
+    def wait(loading):
+        return loading.cache
+
+    wait = jax.jit(wait) if jitted else wait
+    assert_rejected(lambda: wait(loading), ValueError, "wait", "2 devices", "jax.shard_map")
+
+
+def test_start_in_a_shard_map_over_some_axes_is_rejected(partitioner):
+    mesh = mesh_of_two_axes((2, 2))
+    step = load_on_shards(*state_on(mesh, "tp", "tp"), mesh=mesh, axis_names={"tp"})
+    words = "start_load", "4 devices", "all mesh axes", "load_pages"
+    assert_rejected(lambda: jax.jit(step)(*state_on(mesh, "tp", "tp")), ValueError, *words)
+
+
+def check_load(step, pool, cache):
+    loaded = jax.jit(step, donate_argnums=1)(pool, cache)
+    case = make_case(num_kv_heads=4)
+    case.assert_holds(pool, loaded, **case.expected("load", IDS, IDS))
+
+
+def test_other_axes_may_have_one_device(partitioner):
+    mesh = mesh_of_two_axes((2, 1))
+    pool, cache = state_on(mesh, "tp", "tp")
+    check_load(load_on_shards(pool, cache, mesh=mesh, axis_names={"tp"}), pool, cache)
+
+
+def test_nested_shard_maps_over_all_axes(partitioner):
+    mesh = mesh_of_two_axes((2, 2))
+    pool, cache = state_on(mesh, "tp", "tp")
+    inner = load_on_shards(pool, cache, axis_names={"tp"})
+    outer = jax.shard_map(
+        inner,
+        mesh=mesh,
+        axis_names={"dp"},
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    check_load(outer, pool, cache)
 
 
 @pytest.mark.cpu_only

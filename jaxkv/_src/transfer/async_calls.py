@@ -111,11 +111,11 @@ def _start_one(
         segment_buffers = len(copy.dense_offsets) // num_segments
         _check_segments(operation, num_segments, segment_buffers)
         results = _start(copy, call.ids, plan, selection, segment_buffers)
-    ticket, *written = analysed(check_sharded_arguments(operation, results))
+    ticket, *written = analysed(check_sharded_arguments(operation, results), operation)
     if not copy.to_dense:
         # XLA places all results of a call that writes host memory there. But waits read the
         # ticket in device memory, and a leaf that changes its memory space cannot be donated.
-        ticket = _move_ticket(ticket, copy.dense[0])
+        ticket = _move_ticket(ticket, copy.dense[0], operation)
     return ticket, plan, fusion_barrier(written)
 
 
@@ -165,11 +165,11 @@ def _segments_ahead(copy: BlockCopy, ids: IdPair, segment_buffers: int) -> int:
     return min(of_bytes, -(-_DESCRIPTORS_AHEAD // (blocks * runs)))
 
 
-def _move_ticket(ticket: jax.Array, like: jax.Array) -> jax.Array:
+def _move_ticket(ticket: jax.Array, like: jax.Array, operation: str) -> jax.Array:
     """Traces the move of a ticket to device memory, with the varying mesh axes of `like`."""
     on_device = jax.typeof(like).update(memory_space=jax.memory.Space.Device)
     call = jax.ffi.ffi_call(MOVE_TICKET_TARGET, _ticket_like(on_device, ticket.shape[0]))
-    (ticket,) = analysed([call(ticket)])
+    (ticket,) = analysed([call(ticket)], operation)
     return ticket
 
 
@@ -229,7 +229,7 @@ def _wait(
             boundary=np.array(boundary, np.int64),
             **scope_attribute(),
         )
-    waited = analysed(waited)
+    waited = analysed(waited, "wait")
     return waited[: len(tickets)] + fusion_barrier(waited[len(tickets) :])
 
 

@@ -31,6 +31,11 @@ from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.transfer.block_copy import is_to_dense, num_buffers_of
 from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path
 from jaxkv._src.transfer.returned_buffers import ReturnedBuffers
+from jaxkv._src.transfer.sharded_arguments import (
+    check_unpartitioned,
+    is_in_shard_map,
+    mark_partitioned,
+)
 
 WAIT_TARGET = "jaxkv_wait_copy"
 # A wait that enqueues segments of its copy; not in CUDA graphs, whose replays call no handler.
@@ -41,32 +46,37 @@ DMA_START_TARGET = "jaxkv_start_copy_dma"
 _NUM_ID_OPERANDS: dict[str | None, int] = {"jaxkv_start_copy": 1, DMA_START_TARGET: 2}
 
 
-def analysed(results: Iterable[jax.Array]) -> list[jax.Array]:
+def analysed(results: Iterable[jax.Array], operation: str) -> list[jax.Array]:
     """The results of a start or a wait; their program is analysed once it is lowered."""
-    return list(_analysed_p.bind(*results))
+    return list(_analysed_p.bind(*results, name=operation, in_shard_map=is_in_shard_map()))
 
 
-def _lower_analysed(context: mlir.LoweringRuleContext, *results: ir.Value) -> list[ir.Value]:
-    operation = ir.OpResult(results[0]).owner.operation
+def _lower_analysed(
+    context: mlir.LoweringRuleContext, *results: ir.Value, name: str, in_shard_map: bool
+) -> list[ir.Value]:
+    module, operation = context.module_context.module, ir.OpResult(results[0]).owner.operation
     if "has_side_effect" in operation.attributes:
         # A side effect for XLA only, which must neither merge two starts nor remove an unused
         # wait. JAX would dispatch a program with effects from Python, many times slower.
         operation.attributes["has_side_effect"] = ir.BoolAttr.get(True)
     # Other programs call an exported one, and drop arrays that it returns: it stays as it is.
     if not context.module_context.lowering_parameters.for_export:
-        when_lowered(context.module_context.module, _analyse)
+        if not in_shard_map:
+            mark_partitioned(module, operation, name)
+        when_lowered(module, _analyse)
     return list(results)
 
 
 _analysed_p = Primitive("jaxkv_in_flight")
 _analysed_p.multiple_results = True
-_analysed_p.def_impl(lambda *results: list(results))  # no lowering outside jit
-_analysed_p.def_abstract_eval(lambda *results: list(results))
+_analysed_p.def_impl(lambda *results, **_: list(results))  # no lowering outside jit
+_analysed_p.def_abstract_eval(lambda *results, **_: list(results))
 mlir.register_lowering(_analysed_p, _lower_analysed, cacheable=False)
 
 
 def _analyse(module: ir.Module) -> None:
     _decide(_Program(module))
+    check_unpartitioned(module)  # without the redundant waits
 
 
 def _decide(program: _Program) -> None:

@@ -24,6 +24,12 @@ from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.transfer.buffer_aliases import BufferAliases
 
 _MARK = "jaxkv.operation"
+_PARTITIONED = "jaxkv.partitioned"
+_SYNCHRONOUS = {
+    "start_load": "load_pages",
+    "start_store": "store_pages",
+    "start_swap": "swap_blocks",
+}
 _VIEWS = ("stablehlo.reshape", "stablehlo.bitcast_convert")
 
 
@@ -66,7 +72,7 @@ mlir.register_lowering(_checked_p, _lower_checked, cacheable=False)
 
 
 def _check(module: ir.Module) -> None:
-    marked = list(_marked(module))
+    marked = list(_marked(module, _MARK))
     operations = [ir.StringAttr(call.attributes[_MARK]).value for call in marked]
     for call in marked:
         del call.attributes[_MARK]
@@ -83,6 +89,34 @@ def _check(module: ir.Module) -> None:
                     "inside jax.shard_map, manual over all mesh axes of the array, on the "
                     "shard of each device"
                 )
+
+
+def is_in_shard_map() -> bool:
+    """Whether the caller is traced in a `shard_map`, or nested ones, over all mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = [size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes]
+    return bool(mesh.manual_axes) and math.prod(others) == 1
+
+
+def mark_partitioned(module: ir.Module, call: ir.Operation, operation: str) -> None:
+    """Marks a start or a wait outside `shard_map` for `check_unpartitioned`."""
+    if _num_partitions(module) > 1:
+        call.attributes[_PARTITIONED] = ir.StringAttr.get(operation)
+
+
+def check_unpartitioned(module: ir.Module) -> None:
+    """Raises a ValueError for a marked call, which XLA would have to partition.
+
+    XLA accepts no side effects outside `shard_map`, even if all operands are replicated.
+    """
+    for call in _marked(module, _PARTITIONED):
+        operation = ir.StringAttr(call.attributes[_PARTITIONED]).value
+        other = _SYNCHRONOUS.get(operation)
+        raise ValueError(
+            f"{operation}: in a program for {_num_partitions(module)} devices, call it inside "
+            "jax.shard_map over all mesh axes, on the arrays of each device"
+            + (f", or use {other}" if other else "")
+        )
 
 
 class _Arguments(BufferAliases):
@@ -120,11 +154,11 @@ def _custom_call(value: ir.Value) -> ir.Operation | None:
     return None if target_of(operation) is None else operation
 
 
-def _marked(module: ir.Module) -> Iterator[ir.Operation]:
+def _marked(module: ir.Module, mark: str) -> Iterator[ir.Operation]:
     found: list[ir.Operation] = []
 
     def visit(operation: ir.Operation) -> ir.WalkResult:
-        if _MARK in operation.operation.attributes:
+        if mark in operation.operation.attributes:
             found.append(operation.operation)
         return ir.WalkResult.ADVANCE
 
