@@ -1,6 +1,7 @@
 """Waits of page copies: layers in every form, deleted arrays, transformations."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,3 +152,31 @@ def test_vmap_of_a_wait_of_a_swap_is_rejected():
     swapping = SwapCase("device", "device").start()
     call = partial(jax.vmap(lambda x: swapping.wait(0, after=x)), jnp.zeros(2))
     assert_rejected(call, NotImplementedError, "wait: jax.vmap is not supported")
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "no jit"])
+def test_handle_between_programs_without_donation_names_jax_debug_nans(jitted):
+    """Otherwise the copies of its arrays are reported as if the caller had not donated them."""
+    words = "jax_debug_nans", "donation", "in the program that starts the copy"
+    case, begin = make_case(), partial(jaxkv.start_load, host_pages=[1], device_pages=[2])
+    run: Any = jax.jit(begin, donate_argnames="cache") if jitted else begin
+    before = run(case.pool(), cache=case.cache())
+    with jax.debug_nans(True):
+        uses = [
+            lambda: run(case.pool(), cache=case.cache()),
+            lambda: before.wait(0),
+            lambda: jax.jit(lambda loading: loading.cache, donate_argnums=0)(before),
+        ]
+        for use in uses:
+            assert_rejected(use, RuntimeError, *words)
+    finish("load", before)
+
+
+def test_copy_in_one_program_under_jax_debug_nans():
+    case = make_case(dtype="int8")
+    numpy_ids, ids = ids_of(case, 5, None)
+    step = jax.jit(lambda *args: start("load", *args).cache, donate_argnums=1)
+    pool = case.pool()
+    with jax.debug_nans(True):
+        cache = step(pool, case.cache(), *ids)
+    check(case, "load", numpy_ids, (None, cache), pool)

@@ -71,6 +71,7 @@ def start_load(
       ValueError: `timeout_s` is out of range; more than 1,023 layers, or more than 256 arrays of
         one block size in a layer; in a program for several devices, outside a `shard_map` over all
         mesh axes; or as for `load_pages`.
+      RuntimeError: the handle leaves its program under `jax_debug_nans`, which disables donation.
       TypeError: `timeout_s` is traced, or as for `load_pages`.
       NotImplementedError, PageIndexError: as for `load_pages`.
     """

@@ -43,7 +43,8 @@ class CopyHandle:
         process had started, on any device, by the first call of `done` after the start has run.
 
         Raises:
-          RuntimeError: the handle is traced, or was donated to a program.
+          RuntimeError: the handle is traced, its arrays were donated, closed or deleted, or they
+            are not JAX arrays.
         """
         return self._completion.is_complete(self._ticket, jax.tree.leaves(self._leaves()))
 
@@ -65,6 +66,7 @@ class CopyHandle:
         )
         run = _wait
         if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
+            _check_donation(self._ticket)
             _check_not_deleted([self._ticket, *retained, *arrays])
             run = _wait_donated if options["places"] else _wait_undonated
         last = len(self._segments) - 1
@@ -102,6 +104,7 @@ class CopyHandle:
 
     def tree_flatten(self) -> tuple[Leaves, tuple[Any, ...]]:
         traced = isinstance(self._ticket, jax.core.Tracer)
+        _check_donation(self._ticket)
         leaves = self._leaves_past_boundary() if traced else self._leaves()
         return leaves, self._static()
 
@@ -109,6 +112,7 @@ class CopyHandle:
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: Leaves) -> Self:
         started = cls._of_leaves(*leaves)._with_static(static)
         keep_alive(leaves)
+        _check_donation(started._ticket)
         return started
 
 
@@ -125,6 +129,17 @@ def undeleted(arrays: Sequence[Any]) -> list[Any]:
 def _is_deleted(array: Any) -> bool:
     traced = isinstance(array, jax.core.Tracer)
     return not traced and hasattr(array, "is_deleted") and array.is_deleted()
+
+
+def _check_donation(ticket: Any) -> None:
+    """Raises a RuntimeError if JAX would copy the arrays of a handle that leaves its program."""
+    between_programs = isinstance(ticket, jax.Array) and not isinstance(ticket, jax.core.Tracer)
+    if between_programs and jax.config.jax_debug_nans:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "jax_debug_nans disables donation, so that XLA would copy the arrays of a handle while "
+            "their copy is in flight: wait in the program that starts the copy, or unset "
+            "jax_debug_nans"
+        )
 
 
 def _check_not_deleted(arrays: Sequence[Any]) -> None:
