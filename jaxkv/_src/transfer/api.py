@@ -206,7 +206,8 @@ def _dispatch(
     else:
         arguments = [(call.state, call.ids) for call, _, _ in prepared.values()]
         selected = tuple((group, *selection) for group, (_, _, selection) in prepared.items())
-        results = _eager(operation, arguments, selected, implementation)
+        with jax.disable_jit(False):  # a Pallas kernel of host memory requires a compiled program
+            results = _eager(operation, arguments, selected, implementation)
     return results[0] if groups is None else dict(zip(prepared, results, strict=True))
 
 

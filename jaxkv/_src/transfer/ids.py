@@ -267,6 +267,32 @@ def known_ids(ids: CheckedIds) -> np.ndarray | None:
     return ids
 
 
+def uploaded(ids: IdPair, arrays: Sequence[Any]) -> IdPair:
+    """The ids; NumPy arrays on the devices of `arrays`.
+
+    An explicit transfer, unlike that of a NumPy argument of jit: `jax.transfer_guard` may forbid
+    implicit ones.
+    """
+    like = next((array for array in arrays if isinstance(array, jax.Array)), None)
+    first, second = (
+        _upload(entry, like) if isinstance(entry, np.ndarray) else entry for entry in ids
+    )
+    return first, second
+
+
+def _upload(ids: np.ndarray, like: jax.Array | None) -> CheckedIds:
+    if like is None or not like.committed:
+        return jax.device_put(ids)
+    sharding = like.sharding
+    if isinstance(sharding, jax.NamedSharding):
+        sharding = jax.NamedSharding(sharding.mesh, jax.P())
+    elif sharding.num_devices == 1:
+        sharding = jax.sharding.SingleDeviceSharding(*sharding.device_set)
+    else:
+        return ids
+    return upload_replicated(ids, sharding) if sharding.is_fully_addressable else ids
+
+
 _SIDES = {
     "host_pages": "pages of the pool",
     "device_pages": "pages of the cache",

@@ -142,6 +142,16 @@ def _relabel(array: jax.Array, like: ShapedArray | None = None) -> jax.Array:
     return _relabel_p.bind(array, to=like)
 
 
+def _reject_outside_jit(array: jax.Array, *, to: ShapedArray) -> jax.Array:
+    """For operations that JAX runs one at a time, as in a `jax.checkpoint` outside jit."""
+    raise NotImplementedError(
+        "pallas: JAX runs this call outside of jit, and a Pallas kernel takes references to memory "
+        "only in a compiled program: wrap the surrounding function, such as a jax.checkpoint, in "
+        "jax.jit, or pass another implementation"
+    )
+
+
 _relabel_p = Primitive("jaxkv_relabel")
+_relabel_p.def_impl(_reject_outside_jit)
 _relabel_p.def_abstract_eval(lambda array, *, to: to)
 mlir.register_lowering(_relabel_p, lambda context, array, *, to: [array])

@@ -23,6 +23,7 @@ from jaxkv._src.transfer.ids import (
     check_page_ids,
     known_ids,
     num_ids_of,
+    uploaded,
 )
 from jaxkv._src.transfer.memory_kinds import SWAPS, check_shard_map_is_compiled, with_checked_pool
 from jaxkv._src.transfer.page_copies import PyTree, Rebuild, Resolved, resolve_pages
@@ -69,6 +70,7 @@ def prepare(
             check_shard_map_is_compiled(operation, copy.written, result_types(copy))
     else:
         _check_concrete(operation, call, jax.tree.leaves((state, call.ids)))
+        call = dataclasses.replace(call, ids=uploaded(call.ids, jax.tree.leaves(state)))
     return call, traced
 
 

@@ -1,0 +1,87 @@
+"""Page copies outside jit: where JAX runs one operation at a time, and forbids transfers."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from tests.util.async_cases import finish
+from tests.util.transfer_cases import DIRECTIONS, assert_rejected, make_case, mesh_of
+
+IDS = [1, 2], [3, 0]
+
+
+def blocks():
+    """Source, destination and the expected result of a swap."""
+    src, dst = np.arange(8192, dtype=np.int32).reshape(4, 2048), np.zeros((5, 2048), np.int32)
+    expected = dst.copy()
+    expected[IDS[1]] = src[IDS[0]]
+    return jnp.asarray(src), jnp.asarray(dst), expected
+
+
+swap_by_pallas = partial(jaxkv.swap_blocks, implementation="pallas")
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "no jit"])
+def test_pallas_under_disable_jit(jitted):
+    src, dst, expected = blocks()
+    run = jax.jit(swap_by_pallas) if jitted else swap_by_pallas
+    with jax.disable_jit():
+        out = run(src, dst, *map(jnp.array, IDS))
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_pallas_in_a_checkpoint_requires_jit():
+    src, dst, expected = blocks()
+    run = jax.checkpoint(lambda src, dst: swap_by_pallas(src, dst, *map(np.array, IDS)))
+    assert_rejected(lambda: run(src, dst), NotImplementedError, "pallas", "checkpoint", "jax.jit")
+    np.testing.assert_array_equal(jax.jit(run)(src, dst), expected)
+
+
+def check(direction, pool, cache, case, run=None) -> None:
+    run = run or getattr(jaxkv, f"{direction}_pages")
+    ids = [np.array(side, np.int32) for side in IDS]
+    with jax.transfer_guard_host_to_device("disallow"):
+        out = run(pool, cache, *IDS)
+        jax.block_until_ready(out)
+    pool, cache = (out, cache) if direction == "store" else (pool, out)
+    case.assert_holds(pool, cache, **case.expected(direction, *ids))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_lists_of_ids_are_explicit_transfers(direction):
+    case = make_case()
+    check(direction, case.pool(), case.cache(), case)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_lists_of_ids_for_replicated_arrays(direction, axis_type):
+    case, mesh = make_case(), mesh_of(2)
+    kind = getattr(jax.sharding.AxisType, axis_type)
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,))
+    check(direction, case.pool(mesh=mesh), case.cache(mesh=mesh), case)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_lists_of_ids_of_a_start(direction):
+    case = make_case()
+
+    def run(*args):
+        started = getattr(jaxkv, f"start_{direction}")(*args)
+        pool, cache = finish(direction, started)
+        return pool if direction == "store" else cache
+
+    check(direction, case.pool(), case.cache(), case, run)
+
+
+def test_swap_of_uncommitted_arrays_returns_an_uncommitted_array():
+    src, dst, expected = blocks()
+    with jax.transfer_guard_host_to_device("disallow"):
+        out = jaxkv.swap_blocks(src, dst, *IDS)
+    np.testing.assert_array_equal(out, expected)
+    assert not out.committed
