@@ -177,13 +177,16 @@ def test_deleted_arguments_raise(gone):
         argument = {"state": pair.state, "pool": pair.pool, "positions": ids}[gone]
         jax.tree.map(lambda array: array.delete(), argument)
     call: dict[str, Any] = {"layer": 0, "block_table": pair.table}
-    message = "an argument array was closed, deleted or donated"
-    with pytest.raises(ValueError, match=f"sparse.fetch: {message}"):
+    names = {"state": "state.hot", "closed pool": "pool.data", "pool": "pool.data"}
+    message = "was closed, deleted or donated"
+    with pytest.raises(
+        ValueError, match=f"fetch: the array {names.get(gone, 'topk_ids')} {message}"
+    ):
         sparse.fetch(pair.state, pair.pool, ids, lengths=lengths, **call)
-    with pytest.raises(ValueError, match=f"sparse.append: {message}"):
+    with pytest.raises(ValueError, match=f"append: the array {names.get(gone, gone)} {message}"):
         sparse.append(pair.state, pair.pool, rows, ids, **call)
     if gone == "state":
-        with pytest.raises(ValueError, match=f"sparse.release: {message}"):
+        with pytest.raises(ValueError, match=f"release: the array {names[gone]} {message}"):
             sparse.release(pair.state, np.ones(3, bool))
 
 

@@ -85,3 +85,22 @@ def test_swap_of_uncommitted_arrays_returns_an_uncommitted_array():
         out = jaxkv.swap_blocks(src, dst, *IDS)
     np.testing.assert_array_equal(out, expected)
     assert not out.committed
+
+
+DELETED = {
+    "pool.data": lambda pool, cache, ids: pool.data,
+    "cache.layers[1][0]": lambda pool, cache, ids: cache.layers[1][0],
+    "host_pages": lambda pool, cache, ids: ids,
+}
+
+
+@pytest.mark.parametrize("name", DELETED)
+@pytest.mark.parametrize("operation", ["load_pages", "store_pages", "start_load"])
+def test_deleted_array_is_named(operation, name):
+    case = make_case()
+    pool, cache, ids = case.pool(), case.cache(), jnp.array([1], jnp.int32)
+    DELETED[name](pool, cache, ids).delete()
+    call = partial(getattr(jaxkv, operation), pool, cache, ids, [1])
+    assert_rejected(
+        call, ValueError, f"{operation}: the array {name} was closed, deleted or donated"
+    )

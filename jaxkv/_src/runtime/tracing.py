@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.extend.core import Primitive
@@ -33,9 +35,16 @@ def check_not_closed_over(operation: str, name: str, argument: object) -> None:
         )
 
 
-def check_not_deleted(operation: str, arguments: object) -> None:
+def check_not_deleted(operation: str, **arguments: object) -> None:
     """Raises a ValueError for arrays without memory, for which XLA's error names no argument."""
-    for leaf in jax.tree.leaves(arguments):
-        concrete = not isinstance(leaf, jax.core.Tracer) and hasattr(leaf, "is_deleted")
-        if concrete and leaf.is_deleted():
-            raise ValueError(f"{operation}: an argument array was closed, deleted or donated")
+    if not any(map(_is_deleted, jax.tree.leaves(arguments))):
+        return
+    paths = jax.tree_util.tree_leaves_with_path(arguments)
+    first, *path = next(path for path, leaf in paths if _is_deleted(leaf))
+    name = f"{first.key}{jax.tree_util.keystr(tuple(path))}"
+    raise ValueError(f"{operation}: the array {name} was closed, deleted or donated")
+
+
+def _is_deleted(leaf: Any) -> bool:
+    traced = isinstance(leaf, jax.core.Tracer)
+    return not traced and hasattr(leaf, "is_deleted") and leaf.is_deleted()

@@ -82,7 +82,14 @@ def fetch(
         arrays that were closed, deleted or donated.
       NotImplementedError: inside vmap or a derivative.
     """
-    check_not_deleted("sparse.fetch", (state, pool, topk_ids, lengths, block_table))
+    check_not_deleted(
+        "sparse.fetch",
+        state=state,
+        pool=pool,
+        topk_ids=topk_ids,
+        lengths=lengths,
+        block_table=block_table,
+    )
     topk_ids = _as_int32("sparse.fetch: topk_ids", topk_ids)
     static = _static("sparse.fetch", state, pool, topk_ids, layer, num_sms)
     arguments = (
@@ -132,7 +139,14 @@ def append(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `fetch`.
     """
-    check_not_deleted("sparse.append", (state, pool, rows, positions, block_table))
+    check_not_deleted(
+        "sparse.append",
+        state=state,
+        pool=pool,
+        rows=rows,
+        positions=positions,
+        block_table=block_table,
+    )
     positions = _as_int32("sparse.append: positions", positions)
     static = _static("sparse.append", state, pool, positions, layer, num_sms)
     for array in jax.tree.leaves(rows):

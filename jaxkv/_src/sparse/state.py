@@ -170,7 +170,7 @@ def release(state: SparseState, ended: ArrayLike) -> SparseState:
     operation = "sparse.release"
     check_is_state(operation, state)
     check_not_closed_over(operation, "state", state)
-    check_not_deleted(operation, (state, ended))
+    check_not_deleted(operation, state=state, ended=ended)
     ended = jnp.asarray(ended)
     batch = state.clock.shape[1]
     if ended.shape != (batch,) or ended.dtype != jnp.bool_:

@@ -69,7 +69,7 @@ def prepare(
         for copy in call.copies:
             check_shard_map_is_compiled(operation, copy.written, result_types(copy))
     else:
-        _check_concrete(operation, call, jax.tree.leaves((state, call.ids)))
+        _check_concrete(operation, call, names)
         call = dataclasses.replace(call, ids=uploaded(call.ids, jax.tree.leaves(state)))
     return call, traced
 
@@ -203,9 +203,11 @@ def _check_host_ids_are_passed(operation: str, ids: IdPair, names: tuple[str, st
             )
 
 
-def _check_concrete(operation: str, call: PreparedCall, leaves: Sequence[object]) -> None:
+def _check_concrete(operation: str, call: PreparedCall, names: tuple[str, str]) -> None:
     """Checks of concrete values: deleted arrays, and ids that are known on the host."""
-    check_not_deleted(operation, leaves)
+    id_names, _ = _OPERATIONS[operation]
+    arguments = zip((*names, *id_names), (*call.state, *call.ids), strict=True)
+    check_not_deleted(operation, **dict(arguments))
     check_known_ids(operation, call)
 
 
