@@ -25,7 +25,7 @@ import os
 import pathlib
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -178,6 +178,12 @@ class SymmetricMemory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "SymmetricMemory cannot be copied or pickled: it owns memory of its devices, which "
+            "close() of a copy would free; pass the object itself"
+        )
 
     def _tile_bytes(self) -> int:
         """Tile size for a large two_shot; 0 if parts of `max_bytes` fit into half an LL buffer."""
