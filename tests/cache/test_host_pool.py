@@ -345,3 +345,16 @@ def test_exhausted_control_group_reports_zero_bytes(machine):
     machine("/proc/self/cgroup", "0::/")
     write_group(machine, "/sys/fs/cgroup", "1000", 4000)
     assert_rejected(lambda: host_memory.check_host_memory(1), jaxkv.HostMemoryError, " 0 bytes")
+
+
+@pytest.mark.parametrize("progress", [3, True, "each"])
+def test_progress_that_is_not_callable_is_rejected(progress):
+    with pytest.raises(TypeError, match=f"HostPool.create: progress must be .* {progress!r}"):
+        jaxkv.HostPool.create(spec_of(), num_pages=5, progress=progress)
+
+
+def test_close_inside_of_jit_is_rejected():
+    pool = jaxkv.HostPool.create(spec_of(), num_pages=5)
+    with pytest.raises(RuntimeError, match="close: the pool is traced; call it outside of jit"):
+        jax.jit(lambda pool: pool.close())(pool)
+    pool.view()

@@ -106,7 +106,7 @@ class HostPool:
           The `HostPool`.
 
         Raises:
-          TypeError: `spec` or `mesh` has another type.
+          TypeError: `spec` or `mesh` has another type, or `progress` is not callable.
           RuntimeError: called inside jit, or the memory could not be allocated or page-locked.
           HostMemoryError: the pool exceeds the available host memory, or the size of /dev/shm;
             nothing is allocated.
@@ -120,6 +120,11 @@ class HostPool:
             1 s per GiB of the pool.
           NotImplementedError: `shared` on a platform other than CPU and CUDA.
         """
+        if progress is not None and not callable(progress):
+            raise TypeError(
+                "HostPool.create: progress must be a function of (num_bytes, total_bytes), got "
+                f"{progress!r}"
+            )
         array = _array_of_pool(spec, num_pages, layout, head_groups, mesh, head_axis)
         objects = None
         if shared is not None:
@@ -228,7 +233,12 @@ class HostPool:
         Blocks until that work is complete. Later use of this pool, or of a pool that shares its
         array, is an error. Memory of a `view` is freed with the view. A shared pool keeps its
         pages, for the next process.
+
+        Raises:
+          RuntimeError: called inside jit.
         """
+        if isinstance(self.data, jax.core.Tracer):
+            raise RuntimeError("close: the pool is traced; call it outside of jit")
         if self.data.is_deleted():
             return
         self.data.block_until_ready()
