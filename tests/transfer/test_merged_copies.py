@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from functools import partial
 
 import jax
 import numpy as np
@@ -146,3 +147,9 @@ def test_wrong_id_of_a_group_is_counted_once():
         return
     jax.block_until_ready(step(pools, caches, ids, ids))
     assert_rejected(jaxkv.check_errors, jaxkv.PageIndexError, "1000")
+
+
+def test_groups_with_keys_of_several_types_are_named():
+    state, ids = {"a": None, 1: None}, {"a": [0], 1: [0], 2: [0]}
+    call = partial(jaxkv.load_pages, state, state, ids, ids)  # type: ignore[arg-type]
+    assert_rejected(call, ValueError, "groups of host_pages, [1, 2, 'a'], got [1, 'a']")

@@ -58,8 +58,8 @@ def for_each_group(
     for name, value in others:
         if set(value) != set(first[1]):
             raise ValueError(
-                f"{operation}: {name} must have the groups of {first[0]}, {sorted(first[1])}, "
-                f"got {sorted(value)}"
+                f"{operation}: {name} must have the groups of {first[0]}, {_sorted(first[1])}, "
+                f"got {_sorted(value)}"
             )
     chosen = {} if layers is None else _of_groups(operation, "layers", layers, first[1])
     if not isinstance(tokens, Mapping):
@@ -88,12 +88,16 @@ def naming_group(operation: str, group: str | None) -> Iterator[None]:
         raise
 
 
+def _sorted(groups: Mapping[Any, Any]) -> list[Any]:
+    return sorted(groups, key=str)  # keys of several types have no order
+
+
 def _of_groups(
     operation: str, name: str, value: Any, groups: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not set(value) <= set(groups):
         raise ValueError(
-            f"{operation}: {name} must be a dict of some of the groups {sorted(groups)}, got "
+            f"{operation}: {name} must be a dict of some of the groups {_sorted(groups)}, got "
             f"{value!r}"
         )
     return value
