@@ -267,7 +267,7 @@ def known_ids(ids: CheckedIds) -> np.ndarray | None:
     return ids
 
 
-def uploaded(ids: IdPair, arrays: Sequence[Any]) -> IdPair:
+def upload_ids(ids: IdPair, arrays: Sequence[Any]) -> IdPair:
     """The ids; NumPy arrays on the devices of `arrays`.
 
     An explicit transfer, unlike that of a NumPy argument of jit: `jax.transfer_guard` may forbid
@@ -275,12 +275,12 @@ def uploaded(ids: IdPair, arrays: Sequence[Any]) -> IdPair:
     """
     like = next((array for array in arrays if isinstance(array, jax.Array)), None)
     first, second = (
-        _upload(entry, like) if isinstance(entry, np.ndarray) else entry for entry in ids
+        _upload_like(entry, like) if isinstance(entry, np.ndarray) else entry for entry in ids
     )
     return first, second
 
 
-def _upload(ids: np.ndarray, like: jax.Array | None) -> CheckedIds:
+def _upload_like(ids: np.ndarray, like: jax.Array | None) -> CheckedIds:
     if like is None or not like.committed:
         return jax.device_put(ids)
     sharding = like.sharding

@@ -23,7 +23,7 @@ from jaxkv._src.transfer.ids import (
     check_page_ids,
     known_ids,
     num_ids_of,
-    uploaded,
+    upload_ids,
 )
 from jaxkv._src.transfer.memory_kinds import SWAPS, check_shard_map_is_compiled, with_checked_pool
 from jaxkv._src.transfer.page_copies import PyTree, Rebuild, Resolved, resolve_pages
@@ -70,7 +70,7 @@ def prepare(
             check_shard_map_is_compiled(operation, copy.written, result_types(copy))
     else:
         _check_concrete(operation, call, names)
-        call = dataclasses.replace(call, ids=uploaded(call.ids, jax.tree.leaves(state)))
+        call = dataclasses.replace(call, ids=upload_ids(call.ids, jax.tree.leaves(state)))
     return call, traced
 
 
