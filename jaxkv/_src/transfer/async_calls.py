@@ -27,7 +27,7 @@ from jaxkv._src.transfer.buffer_lifetime import MOVE_TICKET_TARGET, WAIT_TARGET,
 from jaxkv._src.transfer.dispatch import Selection, select_implementation
 from jaxkv._src.transfer.ids import IdPair, num_ids_of
 from jaxkv._src.transfer.resolve import PreparedCall, check_known_ids
-from jaxkv._src.transfer.sharded_arguments import check_sharded_arguments
+from jaxkv._src.transfer.sharded_arguments import HANDLE_LEAVES, check_sharded_arguments
 from jaxkv._src.transfer.xla_copy import copy_blocks_xla
 from jaxkv._src.tuning.copy_table import Implementation
 
@@ -229,7 +229,7 @@ def _wait(
             boundary=np.array(boundary, np.int64),
             **scope_attribute(),
         )
-    waited = analysed(waited, "wait")
+    waited = analysed(waited, HANDLE_LEAVES if boundary else "wait")
     return waited[: len(tickets)] + fusion_barrier(waited[len(tickets) :])
 
 

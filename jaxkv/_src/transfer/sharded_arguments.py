@@ -25,6 +25,7 @@ from jaxkv._src.transfer.buffer_aliases import BufferAliases
 
 _MARK = "jaxkv.operation"
 _PARTITIONED = "jaxkv.partitioned"
+HANDLE_LEAVES = "a handle leaves"  # the precautionary wait at a pytree boundary
 _SYNCHRONOUS = {
     "start_load": "load_pages",
     "start_store": "store_pages",
@@ -111,6 +112,13 @@ def check_unpartitioned(module: ir.Module) -> None:
     """
     for call in _marked(module, _PARTITIONED):
         operation = ir.StringAttr(call.attributes[_PARTITIONED]).value
+        if operation == HANDLE_LEAVES:
+            raise ValueError(
+                "a handle leaves jax.shard_map, but its copy cannot stay in flight until the "
+                "program returns it: an array of the handle is dropped or returned twice, or has "
+                "the buffer of another donated array; return all its arrays once, in the order of "
+                "the donated arguments, or wait inside jax.shard_map"
+            )
         other = _SYNCHRONOUS.get(operation)
         raise ValueError(
             f"{operation}: in a program for {_num_partitions(module)} devices, call it inside "
