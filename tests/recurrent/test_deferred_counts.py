@@ -237,6 +237,8 @@ def test_deleted_counts_raise(donated):
 class OfAGpu:
     """An array with a GPU's attributes: the pointer must not be dereferenced."""
 
+    ndim, size, dtype = 1, 3, np.int32
+
     def __init__(self, memory_kind):
         self.sharding = types.SimpleNamespace(memory_kind=memory_kind)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,13 @@ class DeferredCounts:
         counts = jaxkv.recurrent.DeferredCounts.start(sampled, step=step, request_ids=ids)  # in jit
         accepted = counts.read(step=7, request_ids=ids)  # on the host, during the next step
 
+    Counts that `jax.lax.scan` or `jax.vmap` stacked are read one step at a time:
+
+        of_step = jax.tree.map(lambda x: x[i], jax.device_get(counts))
+
     Attributes:
-      packed: int32[1 + 2B] in pinned host memory: step number, request ids, counts.
+      packed: int32[1 + 2B] in pinned host memory: step number, request ids, counts; or a NumPy
+        array, after `jax.device_get`.
     """
 
     packed: jax.Array
@@ -75,11 +81,15 @@ class DeferredCounts:
         Raises:
           RuntimeError: the counts were donated or deleted.
         """
+        packed: Any = self.packed
         self._check_not_deleted()
-        return self.packed.is_ready()  # type: ignore[attr-defined]  # not in JAX's stub
+        return isinstance(packed, np.ndarray) or packed.is_ready()
 
     def _check_not_deleted(self) -> None:
-        if self.packed.is_deleted():  # JAX would read freed memory
+        packed: Any = self.packed
+        if isinstance(packed, np.ndarray):
+            return
+        if packed.is_deleted():  # JAX would read freed memory
             raise RuntimeError("DeferredCounts: the counts were donated or deleted")
 
     def read(self, *, step: int, request_ids: npt.ArrayLike) -> np.ndarray:
@@ -97,18 +107,21 @@ class DeferredCounts:
           jax.errors.JaxRuntimeError: the step that produced the counts failed, or one before it;
             errors that a GPU counts are those of `jaxkv.check_errors`.
           StaleCountsError: the counts belong to another step or to other requests.
-          ValueError: `request_ids` are not integers in one dimension, or the counts were moved out
-            of host memory.
+          ValueError: `request_ids` are not integers in one dimension, or the counts are stacked,
+            were converted to another dtype or moved out of host memory.
         """
         try:
             step = operator.index(step)
         except TypeError:
             raise TypeError(f"DeferredCounts.read: step must be an integer, got {step!r}") from None
         wanted = integers("DeferredCounts.read: request_ids", request_ids)
+        packed: Any = self.packed
+        _check_is_one_step(packed)
         self._check_not_deleted()
-        # Even if ready: only this raises the error of a failed step, whose counts are not written.
-        self.packed.block_until_ready()
-        words = _host_words(self.packed)
+        if not isinstance(packed, np.ndarray):
+            # Even if ready: only this raises the error of a failed step, which writes no counts.
+            packed.block_until_ready()
+        words = _host_words(packed)
         ids, counts = np.split(words[1:], 2)
         if words[0] != step:
             raise StaleCountsError(
@@ -127,8 +140,20 @@ class DeferredCounts:
         return counts[: len(wanted)]
 
 
-def _host_words(ready: jax.Array) -> np.ndarray:
+def _check_is_one_step(packed: Array) -> None:
+    """Without the check, stacked counts would be read as one step with their first number."""
+    if packed.ndim != 1 or packed.size % 2 != 1 or packed.dtype != np.int32:
+        raise ValueError(
+            "DeferredCounts.read: packed must be int32[1 + 2B], the counts of one step, got "
+            f"{packed.dtype}{[*packed.shape]}: index stacked counts, as in "
+            "jax.tree.map(lambda x: x[i], jax.device_get(counts))"
+        )
+
+
+def _host_words(ready: Array) -> np.ndarray:
     """Copy of an int32[n] in host memory; `np.asarray` would enqueue a device-to-host copy."""
+    if isinstance(ready, np.ndarray):
+        return ready.copy()
     shard = ready.addressable_data(0)
     platforms, kind = {device.platform for device in shard.devices()}, shard.sharding.memory_kind
     if kind == "device" and platforms != {"cpu"}:
