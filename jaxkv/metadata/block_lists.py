@@ -117,10 +117,11 @@ def block_list(
     # One bit for each column of a span: whether the span lists its block. One reduction packs the
     # bits into words; positions in the list are popcounts of the words, without a scan.
     shape = (num_spans, cdiv(columns, _WORD), _WORD)
-    bit = jnp.arange(_WORD, dtype=jnp.uint32)
+    bit = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
     span = jnp.arange(num_spans, dtype=jnp.int32)
     column, block = _columns(batch, spans, span, spans.row, shape[1:])
-    is_entry = (logical[_per_row(spans.row), block] == column) & (column < _per_row(spans.end))
+    mapped = logical[_per_row(spans.row), block].astype(jnp.int32)
+    is_entry = (mapped == column) & (column < _per_row(spans.end))
     taken = _taken(batch, logical, spans, shape[1:])[spans.row]
     listed = is_entry & ~(taken & _per_row(span == spans.starts[spans.row]))
     words = jnp.sum(
@@ -129,10 +130,10 @@ def block_list(
 
     counts = jax.lax.population_count(words).astype(jnp.int32)
     totals = jnp.sum(counts, axis=1, dtype=jnp.int32)
-    earlier = (spans.group[:, None] == spans.group) & (span[:, None] > span)
-    base = jnp.sum(jnp.where(earlier, totals, 0), axis=1, dtype=jnp.int32)
+    earlier = (spans.group[:, None] == spans.group[None]) & (span[:, None] > span[None])
+    base = jnp.sum(jnp.where(earlier, totals[None], 0), axis=1, dtype=jnp.int32)
     word = jnp.arange(shape[1], dtype=jnp.int32)
-    words_before = word[:, None] > word
+    words_before = (word[:, None] > word[None])[None]
     base = base[:, None] + jnp.sum(
         jnp.where(words_before, counts[:, None, :], 0), axis=2, dtype=jnp.int32
     )
@@ -149,8 +150,8 @@ def block_list(
         .set(block, mode="drop")
     )
     group = jnp.arange(num_groups, dtype=jnp.int32)
-    of_group = group[:, None] == spans.group
-    return kv_indices, jnp.sum(jnp.where(of_group, totals, 0), axis=1, dtype=jnp.int32)
+    of_group = group[:, None] == spans.group[None]
+    return kv_indices, jnp.sum(jnp.where(of_group, totals[None], 0), axis=1, dtype=jnp.int32)
 
 
 def _per_row(x: jax.Array) -> jax.Array:
@@ -162,7 +163,7 @@ def _columns(
 ) -> tuple[jax.Array, jax.Array]:
     """int32[n, *shape]: columns of each span from its first one on, and their blocks."""
     index = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
-    column = _per_row(spans.first[span]) + index
+    column = _per_row(spans.first[span]) + index[None]
     return column, batch.block_table[_per_row(row), jnp.minimum(column, batch.max_blocks - 1)]
 
 
@@ -185,7 +186,7 @@ def _taken(
         has_other = (span >= back) & (spans.group[other] == spans.group[span])
         # Without an earlier span look up NULL_BLOCK, at negligible cost.
         looked_up = jnp.where(_per_row(has_other), block, NULL_BLOCK)
-        column = logical[_per_row(spans.row[other]), looked_up]
+        column = logical[_per_row(spans.row[other]), looked_up].astype(jnp.int32)
         taken |= (column >= _per_row(spans.first[other])) & (column < _per_row(spans.end[other]))
     # Fusion barrier: fused into its consumer, this would be recomputed for every span.
     return jax.lax.optimization_barrier(taken)

@@ -27,7 +27,7 @@ def physical_to_logical(batch: BatchMetadata, num_blocks: int) -> jax.Array:
 def mapped_blocks(batch: BatchMetadata) -> jax.Array:
     """int32[B, W], the blocks of the contexts; NULL_BLOCK where there is nothing to map."""
     column = jnp.arange(batch.max_blocks, dtype=jnp.int32)
-    used = column < cdiv(batch.seq_lens, batch.block_size)[:, None]
+    used = column[None] < cdiv(batch.seq_lens, batch.block_size)[:, None]
     return jnp.where(used, batch.block_table, NULL_BLOCK)
 
 

@@ -281,7 +281,7 @@ def dcp_local_seq_lens(
         world_size, 0 if rank is None else rank, interleave
     )
     if rank is None:
-        of_rank, seq_lens = jnp.arange(world_size, dtype=jnp.int32), seq_lens[:, None]
+        of_rank, seq_lens = jnp.arange(world_size, dtype=jnp.int32)[None], seq_lens[:, None]
     base = seq_lens // interleave // world_size * interleave
     rest = seq_lens - base * world_size - of_rank * interleave
     return base + jnp.clip(rest, 0, interleave)

@@ -76,7 +76,7 @@ def build(batch: BatchMetadata, logits_indices: Array, num_logits: int | Array) 
     kept = wanted & first
     count = jnp.sum(kept, dtype=jnp.int32)
     # Masked reduction as in `prefix_sum`: needed tokens before the first one of each row.
-    before = kept & (logits_indices < batch.query_start_loc[:, None])
+    before = kept[None] & (logits_indices[None] < batch.query_start_loc[:, None])
     return FastPrefill(
         batch=dataclasses.replace(
             batch,

@@ -148,6 +148,6 @@ def max_pieces(max_num_reqs: int, max_num_tokens: int, chunk_size: int) -> int:
 def _gather(
     block_table: Array, used: jax.Array, request: jax.Array, chunk: jax.Array, width: int
 ) -> jax.Array:
-    column = chunk[:, None] * width + jnp.arange(width, dtype=jnp.int32)
+    column = chunk[:, None] * width + jnp.arange(width, dtype=jnp.int32)[None]
     column = jnp.clip(column, 0, block_table.shape[1] - 1)
     return jnp.where(used[:, None], on_device(block_table)[request[:, None], column], NULL_BLOCK)

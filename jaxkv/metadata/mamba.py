@@ -285,7 +285,7 @@ def state_indices(
     if mode == "none":
         return batch.block_table[:, : 1 + num_spec_tokens]
     first = jnp.maximum(batch.seq_lens - 1, 0) // batch.block_size
-    column = first[:, None] + jnp.arange(1 + num_spec_tokens, dtype=jnp.int32)
+    column = first[:, None] + jnp.arange(1 + num_spec_tokens, dtype=jnp.int32)[None]
     row = jnp.arange(batch.max_num_reqs, dtype=jnp.int32)[:, None]
     block = on_device(batch.block_table)[row, jnp.minimum(column, batch.max_blocks - 1)]
     # Columns past the table must not alias the block of another state.

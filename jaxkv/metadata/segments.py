@@ -60,8 +60,8 @@ def prefix_sum(x: jax.Array) -> jax.Array:
     scan, which takes several kernels.
     """
     n = x.shape[0]
-    before = jnp.arange(n + 1, dtype=jnp.int32)[:, None] > jnp.arange(n, dtype=jnp.int32)
-    return jnp.sum(jnp.where(before, x.astype(jnp.int32), 0), axis=1, dtype=jnp.int32)
+    before = jnp.arange(n + 1, dtype=jnp.int32)[:, None] > jnp.arange(n, dtype=jnp.int32)[None]
+    return jnp.sum(jnp.where(before, x.astype(jnp.int32)[None], 0), axis=1, dtype=jnp.int32)
 
 
 def row_of(starts: jax.Array, positions: jax.Array) -> jax.Array:

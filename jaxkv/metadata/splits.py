@@ -266,12 +266,14 @@ def _regions(batch: BatchMetadata, num_prompt: jax.Array, decode_threshold: int)
 def _order(region: jax.Array) -> jax.Array:
     """int32[B]: misplaced rows, stably sorted by region, fill the misplaced places in order."""
     index = jnp.arange(region.shape[0], dtype=jnp.int32)
-    ends = jnp.sum(region[:, None] <= jnp.arange(_PADDING), axis=0, dtype=jnp.int32)
-    region_here = jnp.sum(ends <= index[:, None], axis=1, dtype=jnp.int32)
+    ends = jnp.sum(region[:, None] <= jnp.arange(_PADDING)[None], axis=0, dtype=jnp.int32)
+    region_here = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
     misplaced = region != region_here
-    earlier = (region < region[:, None]) | ((region == region[:, None]) & (index < index[:, None]))
-    rank = jnp.sum(earlier & misplaced, axis=1, dtype=jnp.int32)
-    place = jnp.sum((index < index[:, None]) & misplaced, axis=1, dtype=jnp.int32)
+    before = index[None] < index[:, None]
+    same, lower = region[None] == region[:, None], region[None] < region[:, None]
+    earlier = lower | (same & before)
+    rank = jnp.sum(earlier & misplaced[None], axis=1, dtype=jnp.int32)
+    place = jnp.sum(before & misplaced[None], axis=1, dtype=jnp.int32)
     # Rows in place get distinct targets past the end, as unique_indices requires.
     target = jnp.where(misplaced, rank, region.shape[0] + index)
     by_rank = jnp.zeros_like(index).at[target].set(index, mode="drop", unique_indices=True)
