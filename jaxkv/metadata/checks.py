@@ -89,18 +89,25 @@ def check_accepted(operation: str, rows: ArrayLike, accepted: ArrayLike, drafts:
 
 def integers(name: str, values: npt.ArrayLike) -> np.ndarray:
     """`values` as int64[n]."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be integers in one dimension, got lists of different lengths"
+        ) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
             f"{name} must be integers in one dimension, got {array.dtype}{[*array.shape]}"
         )
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} must fit int64, got {array.max()}")
     return array.astype(np.int64, copy=False)
 
 
 def at_least_1(**sizes: int) -> list[int]:
     """The sizes as Python integers; NumPy integers would promote int32 to int64 under x64."""
     for name, value in sizes.items():
-        if not hasattr(value, "__index__"):
+        if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
             raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")

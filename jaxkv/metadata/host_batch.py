@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+
+from jaxkv.metadata.checks import integers
 
 NULL_BLOCK = 0  # block id of padding; never allocated by the scheduler
 
@@ -18,16 +21,16 @@ def blocks_of(block_table: Sequence[Sequence[int]] | np.ndarray) -> tuple[np.nda
                 f"{block_table.dtype}{[*block_table.shape]}"
             )
         return np.full(len(block_table), block_table.shape[1], np.int64), block_table
-    lists = [*block_table]
-    blocks = np.array([len(row) for row in lists], np.int64)
-    rows = [row for row in lists if len(row)]
-    joined = np.concatenate(rows) if rows else np.empty(0, np.int64)
-    if joined.ndim != 1 or joined.dtype.kind not in "iu":
-        raise ValueError(
-            "rows of block_table must be integers in one dimension, got "
-            f"{joined.dtype}{[*joined.shape]}"
-        )
-    return blocks, joined
+    lists: list[Any] = [*block_table]
+    try:
+        joined = np.concatenate([row for row in lists if len(row)] or [np.empty(0, np.int64)])
+    except (TypeError, ValueError):
+        joined = None
+    if joined is None or joined.ndim != 1 or joined.dtype.kind not in "iu":
+        # One by one, slower: names the row, and int64 and uint64 together would become float64.
+        lists = [integers(f"row {i} of block_table", row) for i, row in enumerate(lists)]
+        joined = np.concatenate(lists)
+    return np.array([len(row) for row in lists], np.int64), joined
 
 
 def padded_table(
@@ -91,6 +94,8 @@ def check_sizes(num_reqs: int, max_num_reqs: int, num_tokens: int, max_num_token
         raise ValueError(f"{num_reqs} requests exceed max_num_reqs={max_num_reqs}")
     if num_tokens > max_num_tokens:
         raise ValueError(f"{num_tokens} query tokens exceed max_num_tokens={max_num_tokens}")
+    if num_tokens >= 2**31:
+        raise ValueError(f"{num_tokens} query tokens exceed the 2**31 - 1 that int32 can count")
 
 
 def check_block_ids(block_ids: np.ndarray, block_size: int) -> None:

@@ -82,13 +82,29 @@ def from_host(query=(1,), seq=(1,), table=((1,),), **sizes) -> BatchMetadata:
         ({"query": (0.9,)}, r"query_lens must be integers in one dimension, got float64\[1\]"),
         ({"seq": (1.9,)}, r"seq_lens must be integers .* got float64\[1\]"),
         ({"query": ([1],)}, r"query_lens must be integers .* got int64\[1, 1\]"),
-        ({"table": ((1, 2.2),)}, r"rows of block_table must be integers .* got float64\[2\]"),
+        ({"table": ((1, 2.2),)}, r"row 0 of block_table must be integers .* got float64\[2\]"),
         ({"table": np.array([[1.5]])}, r"two dimensions, got float64\[1, 1\]"),
         ({"table": np.array([1])}, r"two dimensions, got int64\[1\]"),
         ({"table": np.array([[-1]])}, r"\[0, 536870911\] .* got -1 to -1"),
         ({"table": np.array([[2**31]])}, r"got 2147483648 to 2147483648"),
         ({"table": np.ones((1, 4), np.int32)}, "blocks <= max_blocks=3"),
-        ({"table": ([[1]],)}, r"rows of block_table must be integers .* got int64\[1, 1\]"),
+        ({"table": ([[1]],)}, r"row 0 of block_table must be integers .* got int64\[1, 1\]"),
+        ({"table": ([1], None)}, r"row 1 of block_table must be integers .* got object\[\]"),
+        ({"table": ("abc", "d")}, r"row 0 of block_table must be integers .* got <U3\[\]"),
+        ({"table": ([1], [[1, 2], [3]])}, "row 1 of .* got lists of different lengths"),
+        ({"table": ([np.uint64(2**64 - 1)],)}, "block ids must be .* to 18446744073709551615"),
+        ({"table": ([-1], np.array([2**64 - 1]))}, "row 1 of block_table must fit int64, got 1844"),
+        ({"seq": np.array([2**64 - 1])}, "seq_lens must fit int64, got 18446744073709551615"),
+        (
+            {
+                "query": (2**30, 2**30),
+                "seq": (2**30, 2**30),
+                "table": ([1], [1]),
+                "block_size": 2**30,
+                "max_num_tokens": 2**31,
+            },
+            "2147483648 query tokens exceed the .* int32",
+        ),
         (
             {"query": (0, 2), "seq": (0, 9), "table": np.array([[0, 0, 0], [1, 2, 0]])},
             "request 1 with 2 query tokens .* of 9 tokens .*: column 2 of block_table is 0 .NULL_B",
@@ -107,6 +123,13 @@ def test_from_host_rejects_invalid_arguments(arguments, message):
         from_host(**arguments)
 
 
+@pytest.mark.parametrize("name", ["block_size", "max_num_reqs", "cp_world_size"])
+@pytest.mark.parametrize("value", [True, np.True_])
+def test_from_host_rejects_bools_as_sizes(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got bool"):
+        from_host(**{name: value})
+
+
 def test_batches_compare_by_identity():
     """The arrays have no equality of one bool."""
     batch = from_host()
@@ -122,6 +145,8 @@ def test_from_host_accepts_limits():
     batch = from_host((4, 0), (12, 0), ((2**29 - 1, 1, 2), ()))
     assert batch.block_table[0, 0] * 4 + 3 == 2**31 - 1
     assert from_host((), (), ()).num_reqs == 0
+    of_both = from_host((1, 1), (1, 1), (np.array([1], np.uint64), np.array([2], np.int64)))
+    assert of_both.block_table[:, 0].tolist() == [1, 2]
     # Blocks that a window has passed, states that were not saved, a request without tokens.
     assert from_host((4, 0), (12, 12), np.array([[0, 0, 2], [0, 0, 0]])).num_tokens == 4
     assert from_host(seq=(8,), cp_world_size=2).seq_lens[0] == 8

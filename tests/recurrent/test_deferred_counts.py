@@ -53,10 +53,12 @@ def test_can_skip_batch_requires_all_requests(requests, block_size):
         ([7.5], [3], [2], 4, "num_computed must be integers in one dimension, got float64"),
         ([7], 3, [2], 4, r"num_scheduled must be integers in one dimension, got int64\[\]"),
         ([7], [3], [True], 4, "num_drafts must be integers in one dimension, got bool"),
+        ([2**64 - 1], [3], [2], 4, "num_computed must fit int64, got 18446744073709551615"),
+        ([7], [3], [2], True, "block_size must be an integer, got bool"),
     ],
 )
 def test_can_skip_rejects(computed, scheduled, drafts, block_size, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError if block_size is True else ValueError, match=message):
         jaxkv.recurrent.can_skip_align_postprocess(computed, scheduled, drafts, block_size)
 
 

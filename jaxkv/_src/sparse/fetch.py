@@ -199,11 +199,11 @@ def _static(
     """Static arguments, checked."""
     _check_state(operation, state, pool)
     num_layers, batch, slots = state.positions.shape
-    if not isinstance(layer, int | np.integer) or not 0 <= layer < num_layers:
+    if not _is_integer(layer) or not 0 <= layer < num_layers:
         raise ValueError(
             f"{operation}: layer must be a static integer in [0, {num_layers}), got {layer!r}"
         )
-    if not isinstance(num_sms, int | np.integer) or not 1 <= num_sms < 2**31:
+    if not _is_integer(num_sms) or not 1 <= num_sms < 2**31:
         raise ValueError(f"{operation}: num_sms must be an integer of at least 1, got {num_sms!r}")
     name = "topk_ids" if operation == "sparse.fetch" else "positions"
     if ids.ndim < 2 or ids.shape[0] != batch:
@@ -220,6 +220,10 @@ def _static(
     if words > np.iinfo(np.int32).max:
         raise ValueError(f"{operation}: {words} words of 16 bytes in one call exceed 2^31 - 1")
     return _Static(operation, int(layer), int(num_sms))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check_state(operation: str, state: Any, pool: Any) -> None:
