@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -37,8 +38,9 @@ class FileIndex:
         for folder in (os.path.dirname(directory), directory):  # only the last one gets the mode
             os.makedirs(folder, mode=0o700, exist_ok=True)
         check_private(directory)
-        for name in (_TEMPORARY, *(f"{i:02x}" for i in range(_FANOUT))):
-            os.makedirs(os.path.join(directory, name), mode=0o700, exist_ok=True)
+        self._folders = [os.path.join(directory, f"{i:02x}") for i in range(_FANOUT)]
+        for folder in (self.temporary, *self._folders):
+            _make(folder)
 
     def path(self, key: bytes) -> str:
         name = key.hex()
@@ -61,17 +63,23 @@ class FileIndex:
             self._used.move_to_end(key)
 
     def drop(self, key: bytes) -> bool:
+        """Whether the index had the key. `refresh` finds it again if its file is still there."""
         with self._lock:
-            return self._used.pop(key, None) is not None
+            return self._pop(key) is not None
+
+    def _pop(self, key: bytes) -> float | None:
+        """With the lock held."""
+        self._unchanged.pop(os.path.dirname(self.path(key)), None)
+        return self._used.pop(key, None)
 
     def take_oldest(self) -> bytes | None:
-        """Takes the key of the oldest file out of the index; None if there is none."""
+        """Takes the key of the oldest file out of the index, as `drop`; None if there is none."""
         while True:
             with self._lock:
                 key, known = next(iter(self._used.items()), (b"", 0.0))
                 if not key:
                     return None
-                del self._used[key]
+                self._pop(key)
             try:
                 used = os.stat(self.path(key)).st_mtime
             except OSError:
@@ -82,34 +90,46 @@ class FileIndex:
                 self._used.setdefault(key, used)
 
     def refresh(self) -> None:
-        """Reads the directories that have changed since the last call.
+        """Reads the directories that have changed since the last call; makes those that are gone.
 
         Raises:
-          OSError: a directory cannot be read.
+          OSError: a directory cannot be read or made. The others have been read.
         """
         added: list[tuple[float, bytes]] = []
         known: list[set[bytes]] = [set() for _ in range(_FANOUT)]
         with self._lock:
             for key in self._used:
                 known[key[0]].add(key)
-        for i, before in enumerate(known):
-            folder = os.path.join(self.directory, f"{i:02x}")
-            now = time.time()
-            modified = os.stat(folder).st_mtime
-            if self._unchanged.get(folder) == modified:
-                continue
-            found = set()
-            for key, entry in self._files(folder):
-                found.add(key)
-                if key not in before and (used := self._time_of_use(entry)) is not None:
-                    added.append((used, key))
-            for key in before - found:
-                self.drop(key)
-            if now - modified > _SETTLED_S:
-                self._unchanged[folder] = modified
+        failed: OSError | None = None
+        for folder, before in ((self.temporary, None), *zip(self._folders, known, strict=True)):
+            try:
+                _make(folder)
+                if before is not None:
+                    added += self._added(folder, before)
+            except OSError as error:
+                self._unchanged.pop(folder, None)
+                failed = error
         with self._lock:
             for used, key in sorted(added):
                 self._used.setdefault(key, used)
+        if failed:
+            raise failed
+
+    def _added(self, folder: str, before: set[bytes]) -> list[tuple[float, bytes]]:
+        """New files of a directory, with their times of use; drops those of `before` now gone."""
+        modified = os.stat(folder).st_mtime
+        if self._unchanged.get(folder) == modified:
+            return []
+        if time.time() - modified > _SETTLED_S:
+            self._unchanged[folder] = modified  # now: a drop while the directory is read clears it
+        added, found = [], set()
+        for key, entry in self._files(folder):
+            found.add(key)
+            if key not in self._used and (used := self._time_of_use(entry)) is not None:
+                added.append((used, key))
+        for key in before - found:
+            self.drop(key)
+        return added
 
     def _files(self, folder: str) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
         with os.scandir(folder) as entries:
@@ -132,6 +152,12 @@ class FileIndex:
             return status.st_mtime
         block_file.remove(entry.path)
         return None
+
+
+def _make(folder: str) -> None:
+    """Makes a folder, but not the one that it is in, which may be an unmounted file system."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
 
 
 def check_private(directory: str) -> None:

@@ -205,6 +205,6 @@ class FileTier(QueuedTier):
         while not self._stop.wait(_REFRESH_EVERY_S):
             try:
                 self._index.refresh()
-                self._evict(0)
             except OSError as error:
                 self._failed("refresh", error)
+            self._evict(0)

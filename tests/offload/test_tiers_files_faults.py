@@ -1,0 +1,131 @@
+"""`FileTier` when folders disappear, and other things take the place of its files."""
+
+import errno
+import os
+import shutil
+import stat
+import time
+
+import pytest
+
+from jaxkv._src.offload.tiers import block_file, file_index, files
+from jaxkv.offload import FileTier
+from tests.util.tier_blocks import TIMEOUT_S, all_there, key, read, write
+
+pytestmark = pytest.mark.host_only
+
+BLOCK_BYTES = 5000
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Makes tiers of one directory, which do not scan it unasked."""
+    monkeypatch.setattr(files, "_REFRESH_EVERY_S", 3600.0)
+    tiers = []
+
+    def make_tier(blocks=1000, **options):
+        capacity = blocks * block_file.file_bytes(BLOCK_BYTES)
+        tiers.append(FileTier(tmp_path / "tier", BLOCK_BYTES, capacity, **options))
+        return tiers[-1]
+
+    yield make_tier
+    for tier in tiers:
+        tier.close()
+
+
+def path_of(tier, block_key):
+    return tier._index.path(block_key)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_folder_that_disappears_is_made_again(make):
+    tier, other = make(), make()
+    assert write(tier, key(0)) and write(other, key(1))
+    gone = os.path.dirname(path_of(tier, key(0)))
+    shutil.rmtree(gone)
+    os.rmdir(tier._index.temporary)
+    assert not write(tier, key(0))
+    tier._index.refresh()
+    assert tier.contains([key(0), key(1)]) == [False, True]
+    assert write(tier, key(0)) and all_there(tier, [key(0), key(1)])
+    assert stat.S_IMODE(os.stat(gone).st_mode) == 0o700
+
+
+def test_one_folder_that_cannot_be_read_does_not_hide_the_others(make, monkeypatch, caplog):
+    """The capacity applies to the others; the failure is reported once."""
+    tier, other = make(blocks=3), make()
+    keys = [bytes([i]) * 4 for i in range(2, 8)]
+    broken = os.path.dirname(path_of(tier, bytes(4)))
+    os.rmdir(broken)
+    with open(broken, "w"):
+        pass
+    assert all(write(other, one) for one in keys)
+    monkeypatch.setattr(files, "_REFRESH_EVERY_S", 0.02)
+    tier._stop.set()  # ends the wait of an hour
+    tier._refresher.join()
+    tier._stop.clear()
+    refresher = files.threading.Thread(target=tier._refresh)
+    refresher.start()
+    wait_until(lambda: tier.metrics()["kv_offload_tier_evicted_blocks"] >= 3)
+    wait_until(lambda: tier.metrics()["kv_offload_tier_errors"] >= 2)
+    tier._stop.set()
+    refresher.join()
+    assert sum(tier.contains(keys)) == sum(map(os.path.exists, map(tier._index.path, keys))) == 3
+    assert [record.getMessage().count("Not a directory") for record in caplog.records] == [1]
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """Folders count as unchanged from the moment in which they are read."""
+    monkeypatch.setattr(file_index, "_SETTLED_S", -3600.0)
+
+
+def fail(*arguments, **options):
+    raise OSError(errno.EMFILE, "injected")
+
+
+def test_a_block_is_found_again_after_a_failed_read(make, settled, monkeypatch):
+    tier = make()
+    assert write(tier, key(0))
+    tier._index.refresh()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        assert not read(tier, key(0))
+    assert tier.contains([key(0)]) == [False]
+    tier._index.refresh()
+    assert all_there(tier, [key(0)])
+
+
+def test_a_block_dropped_during_a_scan_is_found_by_the_next(make, settled, monkeypatch):
+    tier = make()
+    assert write(tier, key(0))
+    scan = tier._index._files
+
+    def drop_meanwhile(folder):
+        yield from scan(folder)
+        tier._index.drop(key(0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._index, "_files", drop_meanwhile)
+        tier._index.refresh()
+    tier._index.refresh()
+    assert tier.contains([key(0)]) == [True]
+
+
+def test_a_file_that_could_not_be_evicted_is_found_again(make, settled, monkeypatch):
+    """Otherwise it would not count for the capacity any more."""
+    tier = make(blocks=1)
+    assert write(tier, key(0))
+    tier._index.refresh()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        assert write(tier, key(1))
+    tier._index.refresh()
+    tier._evict(0)
+    assert sum(os.path.exists(path_of(tier, key(i))) for i in range(2)) == len(tier._index) == 1
