@@ -247,10 +247,10 @@ def test_a_full_file_system_evicts_and_goes_on(make, tmp_path, caplog):
     try:
         tier = make(mount)
         stored = [write(tier, key(i)) for i in range(40)]
-        assert not all(stored) and sum(stored[-10:]) >= 4
+        assert all(stored)
         there = [i for i in range(40) if tier.contains([key(i)])[0]]
         assert there and all_there(tier, [key(i) for i in there])
-        assert "Errno 28" in caplog.text
+        assert not caplog.records
         tier.close()
     finally:
         subprocess.run(["umount", "--lazy", str(mount)], check=True)

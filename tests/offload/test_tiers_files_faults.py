@@ -129,3 +129,65 @@ def test_a_file_that_could_not_be_evicted_is_found_again(make, settled, monkeypa
     tier._index.refresh()
     tier._evict(0)
     assert sum(os.path.exists(path_of(tier, key(i))) for i in range(2)) == len(tier._index) == 1
+
+
+def replaced_by(kind, path):
+    os.unlink(path)
+    if kind == "directory":
+        os.mkdir(path)
+    elif kind == "symlink":
+        os.symlink("/etc/hostname", path)
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
+        except PermissionError:
+            pytest.skip("needs root")
+    elif kind == "truncated file":
+        with open(path, "wb") as file:
+            file.truncate(4096)
+
+
+KINDS = ["directory", "symlink", "FIFO", "device", "truncated file", "nothing"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_replaces_a_file_is_a_miss(make, kind):
+    """It is no reason to wait, or to turn off O_DIRECT."""
+    tier = make(num_threads=1)
+    assert write(tier, key(0))
+    flags = tier._flags
+    replaced_by(kind, path_of(tier, key(0)))
+    assert not read(tier, key(0)) and tier._flags == flags
+    assert write(tier, key(1)) and all_there(tier, [key(1)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_replaces_a_file_is_not_taken_for_a_block(make, kind):
+    tier = make()
+    assert write(tier, key(0))
+    replaced_by(kind, path_of(tier, key(0)))
+    replaced = kind != "directory"
+    assert write(tier, key(0)) == replaced and tier.contains([key(0)]) == [replaced]
+    assert read(tier, key(0)) == replaced
+
+
+def test_a_fifo_among_the_temporary_files_is_removed(make):
+    tier = make()
+    os.mkfifo(os.path.join(tier._index.temporary, "abandoned"))
+    make()
+    assert not os.listdir(tier._index.temporary)
+
+
+def test_blocks_of_a_read_only_file_system_are_hits(make, monkeypatch):
+    tier = make()
+    assert write(tier, key(0))
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.EROFS, "injected")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert all_there(tier, [key(0)]) and tier.contains([key(0)]) == [True]
+    assert write(tier, key(0))  # there already
+    assert not write(tier, key(1))

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 import zlib
 
@@ -28,6 +29,8 @@ _MAX_BLOCK_BYTES = 1 << 30  # one preadv or pwritev transfers at most 2 GiB - 4 
 _MAGIC, _VERSION = b"jaxkvblk", 1
 _FIXED = struct.Struct("<8sIIQI4x")
 _CRC = struct.Struct("<I")
+# O_NONBLOCK: the open of a FIFO in the place of a file would wait for its writer.
+_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def checked_block_bytes(name: str, block_bytes: int) -> int:
@@ -124,18 +127,32 @@ def read(path: str, key: bytes, into: memoryview, now: float, scratch: Scratch, 
     """
     aligned = scratch.is_aligned(into)
     buffers = [scratch.header, into] if aligned else [scratch.file]
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags)
+    descriptor = os.open(path, _TO_READ | flags)
     try:
         if os.preadv(descriptor, buffers, 0) != sum(map(len, buffers)):
             return False
         block = into if aligned else scratch.block
         if scratch.header != header(key, block) or any(scratch.padding):
             return False
-        os.utime(descriptor, (now, now))
+        with contextlib.suppress(OSError):  # read-only, or of another user: intact all the same
+            os.utime(descriptor, (now, now))
     finally:
         os.close(descriptor)
     if not aligned:
         copy(into, scratch.block)
+    return True
+
+
+def use(path: str, num_bytes: int, now: float) -> bool:
+    """Marks a file as used `now`; False if it is not a file of this size, or does not exist."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
+        return False
+    with contextlib.suppress(OSError):  # as in `read`
+        os.utime(path, (now, now), follow_symlinks=False)
     return True
 
 
@@ -158,7 +175,7 @@ def remove_abandoned(directory: str) -> None:
     """Removes the temporary files of processes that are gone: those that nobody has locked."""
     for entry in os.scandir(directory):
         try:
-            descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(entry.path, _TO_READ)
         except OSError:
             continue
         try:

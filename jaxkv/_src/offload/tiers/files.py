@@ -65,6 +65,7 @@ class FileTier(QueuedTier):
         name = "FileTier: capacity_bytes"
         capacity_bytes = checked_integer(name, capacity_bytes, expected, file_bytes)
         super().__init__("FileTier", block_bytes, num_threads)
+        self._file_bytes = file_bytes
         self.capacity_blocks = capacity_bytes // file_bytes
         del self._threads[self.capacity_blocks :]  # each may be writing a file
         self._index = FileIndex(os.path.join(directory, f"v1-{block_bytes}"), file_bytes)
@@ -149,30 +150,36 @@ class FileTier(QueuedTier):
     def _write_block(self, copy: Copy) -> bool:
         index, path, now = self._index, self._index.path(copy.key), time.time()
         if copy.key in index:
-            try:
-                os.utime(path, (now, now))
+            if block_file.use(path, self._file_bytes, now):
                 index.use(copy.key, now)
                 return True
-            except OSError:
-                index.drop(copy.key)
+            index.drop(copy.key)
         with self._room:
             self._being_written += 1
             being_written = self._being_written
         try:
             self._evict(being_written)
-            name = f"{self._process}-{next(self._temporary_names)}"
-            temporary = os.path.join(index.temporary, name)
-            self._direct(block_file.write, path, temporary, copy.key, copy.buffer, now)
+            self._write_file(path, copy, now)
             index.use(copy.key, now)
         except OSError as error:
             self._failed("write", error)
-            if error.errno in _FULL:
-                self._evict_one()  # the disk has less room than the capacity
             return False
         finally:
             with self._room:
                 self._being_written -= 1
         return True
+
+    def _write_file(self, path: str, copy: Copy, now: float) -> None:
+        """Writes a file; if the disk has less room than the capacity, in place of the oldest."""
+        for may_evict in (True, False):
+            name = f"{self._process}-{next(self._temporary_names)}"
+            temporary = os.path.join(self._index.temporary, name)
+            try:
+                self._direct(block_file.write, path, temporary, copy.key, copy.buffer, now)
+                return
+            except OSError as error:
+                if error.errno not in _FULL or not may_evict or not self._evict_one():
+                    raise
 
     def _direct(self, operation: Callable[..., _T], *arguments: Any) -> _T:
         """Calls the operation with O_DIRECT, until the file system refuses it."""
@@ -185,9 +192,11 @@ class FileTier(QueuedTier):
         except OSError as error:
             if error.errno not in _NO_DIRECT or not flags:
                 raise
-            self._flags = 0
-            LOGGER.info("FileTier: %r without O_DIRECT", self._index.directory)
-            return operation(*arguments, scratch, 0)
+            result = operation(*arguments, scratch, 0)
+            if result is not False:  # else this path is at fault, such as that of a device
+                self._flags = 0
+                LOGGER.info("FileTier: %r without O_DIRECT", self._index.directory)
+            return result
 
     def _evict(self, num_incoming: int) -> None:
         while len(self._index) + num_incoming > self.capacity_blocks and self._evict_one():
