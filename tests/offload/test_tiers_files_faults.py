@@ -191,3 +191,16 @@ def test_blocks_of_a_read_only_file_system_are_hits(make, monkeypatch):
     assert all_there(tier, [key(0)]) and tier.contains([key(0)]) == [True]
     assert write(tier, key(0))  # there already
     assert not write(tier, key(1))
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")  # of JAX, which the child does not use
+def test_copies_in_the_child_of_a_fork_are_misses(make):
+    tier = make()
+    assert write(tier, key(0))
+    if (child := os.fork()) == 0:
+        try:
+            os._exit(read(tier, key(0)) or write(tier, key(1)))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all_there(tier, [key(0)])

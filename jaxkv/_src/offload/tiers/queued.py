@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -68,6 +69,7 @@ class QueuedTier(ABC):
         self._queues: tuple[deque[Copy], deque[Copy]] = (deque(), deque())  # reads, writes
         self._running = 0
         self._closed = False
+        self._pid = os.getpid()
         self._warned: dict[str, float] = {}
         self._threads = [
             threading.Thread(target=self._work, name=f"jaxkv-{name}-{i}", daemon=True)
@@ -164,6 +166,9 @@ class QueuedTier(ABC):
     ) -> Future[bool]:
         self._check_keys(operation, (key,))
         copy = Copy(key, buffer.cast("B"))
+        if os.getpid() != self._pid:  # the child of a fork has no threads, and perhaps a held lock
+            copy.future.set_result(False)
+            return copy.future
         with self._state:
             self._check_open(operation)
             if len(queue) < MAX_QUEUED:
