@@ -126,6 +126,9 @@ def test_errors(master, monkeypatch):
         with pytest.raises(ValueError, match=message):
             master.tier(**options)
 
+    with pytest.raises(ValueError, match=r"metadata='10\.0\.0\.1:8080' is not a URL"):
+        MooncakeTier(1, host="10.0.0.7", master="10.0.0.1:50051", metadata="10.0.0.1:8080")
+
     class Refused:  # Mooncake itself tries for 90 s
         setup = staticmethod(lambda *arguments: -1)
 
@@ -147,7 +150,7 @@ def test_a_master_that_does_not_answer_is_asked_seldom(tier, monkeypatch, caplog
 
     class Hanging:
         health_check = staticmethod(lambda: 0)
-        batch_is_exist = batch_get_into = batch_put_from = staticmethod(hang)
+        batch_is_exist = batch_get_into = batch_put_from = batch_remove = staticmethod(hang)
 
     monkeypatch.setattr(mooncake, "_CONTAINS_WITHIN_S", 0.02)
     monkeypatch.setattr(mooncake, "_RETRY_AFTER_S", 3600.0)
@@ -155,9 +158,12 @@ def test_a_master_that_does_not_answer_is_asked_seldom(tier, monkeypatch, caplog
         patch.setattr(tier, "_store", Hanging())
         assert tier.contains([key(60)]) == [False] and started.wait(TIMEOUT_S)
         assert tier.contains([key(60)]) == [False] and not read(tier, key(60))
-        assert not write(tier, key(60)) and len(asked) == 1
+        assert not write(tier, key(60))
+        before = tier.metrics()["kv_offload_tier_errors"]
+        tier.remove([key(60)])
+        assert len(asked) == 1 and tier.metrics()["kv_offload_tier_errors"] == before + 1
     ends.set()
-    assert "error -901" in caplog.text
+    assert "error -901" in caplog.text and "remove failed" in caplog.text
     tier._retry_at = 0.0
     monkeypatch.undo()
     assert all_there(tier, [key(60)])
@@ -195,7 +201,7 @@ class Store:
 
 def tier_on(store, monkeypatch):
     monkeypatch.setattr(mooncake, "_client", lambda *arguments: store)
-    return MooncakeTier(BLOCK_BYTES, host="", master="", metadata="", num_threads=1)
+    return MooncakeTier(BLOCK_BYTES, host="", master="", metadata="P2PHANDSHAKE", num_threads=1)
 
 
 def test_what_the_master_has_not_answered_in_time_is_a_miss(monkeypatch):

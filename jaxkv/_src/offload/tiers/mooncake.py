@@ -18,6 +18,7 @@ _MAX_BATCH = 8  # blocks of one call, which has staging memory for all of them
 _CONTAINS_WITHIN_S = 0.1
 _MAX_NAMES = 4096  # of one question: a healthy master answers it in a fraction of this time
 _RETRY_AFTER_S = 5.0
+_NO_SERVER = "P2PHANDSHAKE"  # in place of the URL: clients ask each other
 # Results of Mooncake's calls.
 _NOT_FOUND = -704
 _NO_ANSWER = (-900, -901)  # the master is not reachable; it has not answered in time
@@ -64,7 +65,7 @@ class MooncakeTier(QueuedTier):
     Raises:
       ImportError: Mooncake or libibverbs is not installed.
       ConnectionError: the master or the metadata server does not answer; Mooncake tries for 90 s.
-      ValueError: a number is not an integer, or is out of range.
+      ValueError: a number is not an integer, or is out of range; `metadata` is not a URL.
     """
 
     def __init__(
@@ -82,6 +83,11 @@ class MooncakeTier(QueuedTier):
         block_bytes = block_file.checked_block_bytes("MooncakeTier", block_bytes)
         expected = "an integer, at least 0 bytes"
         segment_bytes = checked_integer("MooncakeTier: segment_bytes", segment_bytes, expected, 0)
+        if "://" not in metadata and metadata != _NO_SERVER:  # Mooncake would try for minutes
+            raise ValueError(
+                f"MooncakeTier: metadata={metadata!r} is not a URL, such as "
+                "http://10.0.0.1:8080/metadata"
+            )
         super().__init__("MooncakeTier", block_bytes, num_threads, _MAX_BATCH)
         self._object_bytes = block_file.ALIGNMENT + block_bytes
         self._store = _client(host, metadata, segment_bytes, protocol, devices, master)
@@ -119,6 +125,9 @@ class MooncakeTier(QueuedTier):
         self._check_keys("remove", keys)
         self._check_open("remove")
         if keys:
+            if not self._answers():
+                self._failed("remove", ConnectionError("the master does not answer"))
+                return
             names = [self._object_name(key) for key in keys]
             self._check("remove", self._store.batch_remove(names, True))
 
