@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import wait
 
 import pytest
 from hypothesis import settings
@@ -147,8 +149,34 @@ def test_drain_waits_for_removals(machine, caplog):
 
     failed = machine.later.submit(tier.remove, ())
     failed.set_exception(OSError("injected"))
-    copies._removals.append(failed)
+    copies._removals[failed] = ()
     assert copies.drain(0.0) and "injected" in caplog.text
+
+
+def test_blocks_whose_removal_is_not_over_are_not_read(machine):
+    """Also if the answer comes after the removal, but is older."""
+    copies, manager = machine.copies, machine.manager
+    request = REQUESTS[0]
+    in_tier_only(machine, request)
+    machine.discard(request[1:2])
+    copies.prefetch(request, None)
+    machine.later.run(first="_ask")
+    machine.later.run(first="remove")
+    copies.poll()
+    assert manager.lookup(request) == (0, 1)
+
+
+def test_a_removal_that_hangs_delays_no_lookup(machine):
+    ends = threading.Event()
+    machine.tier.remove = lambda names: ends.wait()
+    copies = TierCopies(machine.manager, machine.tier, machine.pages, TIMEOUT_S)
+    copies.discard([b"x"])
+    answer = copies.prefetch(REQUESTS[0], None)._answer
+    try:
+        assert answer and wait([answer], 30).done and not copies.drain(0.0)
+    finally:
+        ends.set()
+    assert copies.drain(30.0)
 
 
 def test_requests_wait_for_the_reads_of_others_and_do_not_read_twice(machine):

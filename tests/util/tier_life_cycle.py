@@ -99,7 +99,7 @@ class SlowTier:
 
 
 class Later(Executor):
-    """An executor whose calls run when the test says so."""
+    """Executors whose calls run when the test says so, those of each function in order."""
 
     def __init__(self):
         self.calls = []
@@ -109,8 +109,11 @@ class Later(Executor):
         self.calls.append((function, arguments, Future()))
         return self.calls[-1][-1]
 
-    def run(self, fails=False):
-        function, arguments, future = self.calls.pop(0)
+    def run(self, fails=False, first=None):
+        """Runs the first call, or the first one of the function with the name `first`."""
+        names = [function.__name__ for function, *_ in self.calls]
+        number = names.index(first) if first in names else 0
+        function, arguments, future = self.calls.pop(number)
         if fails and function.__name__ == "_ask":
             future.set_exception(OSError("injected"))
         else:
@@ -141,7 +144,13 @@ class LifeCycle(RuleBasedStateMachine):
         self.manager = self.engine.manager
         self.tier, self.pages, self.later = SlowTier(), Pages(), Later()
         self.copies = self.engine._tiers = TierCopies(
-            self.manager, self.tier, self.pages, TIMEOUT_S, self.later, lambda: self.now
+            self.manager,
+            self.tier,
+            self.pages,
+            TIMEOUT_S,
+            executor=self.later,
+            remover=self.later,
+            clock=lambda: self.now,
         )
         self.epoch = dict.fromkeys(KEYS, 0)
         self.device: list[Any] = []  # contents of each page; none is used twice
@@ -230,9 +239,9 @@ class LifeCycle(RuleBasedStateMachine):
             self.end_all_calls()
 
     @precondition(lambda self: self.later.calls)
-    @rule(fails=failures)
-    def answer(self, fails):
-        self.later.run(fails)
+    @rule(fails=failures, first=st.sampled_from(["_ask", "remove"]))
+    def answer(self, fails, first):
+        self.later.run(fails, first)
 
     @precondition(lambda self: self.tier.calls)
     @rule(

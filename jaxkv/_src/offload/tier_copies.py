@@ -94,7 +94,8 @@ class TierCopies:
       tier: the tier, or several as a `TieredStore`.
       memory: the bytes of the host pages.
       timeout_s: after this time a prefetch is done, even if its reads are not over.
-      executor: runs `contains` and `remove` of the tier, in order.
+      executor: runs `contains` of the tier, in order.
+      remover: runs `remove` of the tier, in order; one that hangs must not delay lookups.
       clock: returns the time in seconds.
 
     Raises:
@@ -108,6 +109,7 @@ class TierCopies:
         memory: PageMemory,
         timeout_s: float,
         executor: Executor | None = None,
+        remover: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if tier.block_bytes != memory.block_bytes:
@@ -124,10 +126,11 @@ class TierCopies:
         self._max_blocks = min(manager.num_pages // 2, MAX_QUEUED // len(parts))
         self._timeout_s, self._clock = timeout_s, clock
         self._executor = executor or DaemonExecutor("jaxkv-tier")
+        self._remover = remover or DaemonExecutor("jaxkv-tier-remove")
         self._prefetches: list[OffloadPrefetch] = []
         self._reads: list[_TierCopy] = []
         self._writes: list[_TierCopy] = []
-        self._removals: list[Future[None]] = []
+        self._removals: dict[Future[None], tuple[bytes, ...]] = {}
         self._reading: set[bytes] = set()
         self._num_writing = 0  # blocks
         self._num_dropped = 0  # blocks
@@ -136,7 +139,8 @@ class TierCopies:
     def prefetch(self, keys: Sequence[bytes], window: int | None) -> OffloadPrefetch:
         """Asks the tier for the blocks that the host pool lacks, and reads those of the prefix."""
         self.check_keys("prefetch", keys)
-        prefetch = OffloadPrefetch(tuple(keys), _window=window)
+        removed = {key for removal in self._removals.values() for key in removal}  # not yet
+        prefetch = OffloadPrefetch(tuple(keys), _window=window, _discarded=removed)
         if len(self._prefetches) >= MAX_QUEUED:  # the tier does not answer
             prefetch.done = True
             return prefetch
@@ -177,13 +181,16 @@ class TierCopies:
         self._writes.append(_TierCopy(spec, self._submit(self._tier.write, spec)))
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Removes blocks from the tier; those being read do not become ready."""
+        """Removes blocks from the tier; until they are, no prefetch reads them.
+
+        Those being read do not become ready.
+        """
         keys = tuple(keys)
         for prefetch in self._prefetches:
             prefetch._discarded.update(keys)
         short = (key for key in keys if len(key) <= self._max_key_bytes)  # others are not there
         names = [part for key in short for part in self._memory.keys(key)]
-        self._removals.append(self._executor.submit(self._tier.remove, names))
+        self._removals[self._remover.submit(self._tier.remove, names)] = keys
 
     def poll(self) -> None:
         """Completes copies that have ended, and begins the reads of answered lookups.
@@ -200,7 +207,7 @@ class TierCopies:
             self._writes.remove(copy)
             self._end_write(copy)
         for removal in [removal for removal in self._removals if removal.done()]:
-            self._removals.remove(removal)
+            del self._removals[removal]
             if error := removal.exception():
                 LOGGER.warning("OffloadEngine: discarded blocks may remain in a tier: %s", error)
         for prefetch in [*self._prefetches]:
