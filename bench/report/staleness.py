@@ -40,6 +40,7 @@ ENGINE = (
     "examples/serving",
     ":!examples/serving/server.py",
     ":!examples/serving/api.py",
+    ":!examples/serving/answer_text.py",
     "jaxkv/metadata",
 )
 SERVING = (*COPIES, *ENGINE, *OFFLOAD)

@@ -33,6 +33,7 @@ from starlette.routing import Route
 import jaxkv
 
 from .__main__ import checkpoint, natural, positive
+from .answer_text import AnswerText
 from .api import (
     APIError,
     Fields,
@@ -202,10 +203,12 @@ class Server:
         )
         ends = frozenset() if field_of(fields, "ignore_eos", False, bool) else self.tokenizer.stop
 
+        text = AnswerText(self.tokenizer.decode, stop, len(prompt))
+
         def stops(request: Request) -> bool:
-            if request.tokens[-1] in ends:
-                return True
-            return bool(stop) and _cut(self.tokenizer.decode(request.answer), stop)[1]
+            if stop:
+                text.update(request.tokens, request.finished)
+            return text.stopped or request.tokens[-1] in ends
 
         return Request(prompt, count, sampling, stops), stop
 
@@ -219,20 +222,19 @@ class Server:
 
         request.on_token = tell
         self.thread.put("submit", request)
-        sent, finished = "", False
+        answer = AnswerText(self.tokenizer.decode, stop, len(request.prompt))
+        sent, finished = 0, False
         try:
             while not finished:
                 await news.wait()
                 news.clear()
                 self._check_engine()
                 finished = request.finished
-                text, _ = _cut(self.tokenizer.decode(request.answer), stop)
-                if not finished:
-                    text = text.rstrip("\ufffd")  # a character whose last bytes are missing
-                    text = text[: max(0, len(text) - max(map(len, stop), default=1) + 1)]
-                if len(text) > len(sent):
-                    yield text[len(sent) :]
-                    sent = text
+                answer.update(request.tokens, finished)
+                end = len(answer.text) - (0 if finished else answer.longest_stop - 1)
+                if end > sent:
+                    yield answer.text[sent:end]
+                    sent = end
         finally:
             if not finished:  # the client is gone
                 self.thread.put("cancel", request)
@@ -281,12 +283,6 @@ async def _unless_gone(http: HTTPRequest, answer: Coroutine[Any, Any, str]) -> s
         work.cancel()
         gone.cancel()
         await asyncio.gather(work, gone, return_exceptions=True)
-
-
-def _cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """The text up to the first stop string, and whether there is one."""
-    places = [place for part in stop if (place := text.find(part)) >= 0]
-    return (text[: min(places)], True) if places else (text, False)
 
 
 def _reason(request: Request) -> str:

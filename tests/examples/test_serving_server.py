@@ -130,20 +130,25 @@ def test_stop_string(served, expected):
 def test_no_part_of_a_stop_string_is_sent(served, monkeypatch, text, stop, sent, stream):
     """Also while the answer is shorter than the stop string; the server sees every token."""
     client, server = served
-    step, seen = server.thread.engine.step, threading.Semaphore(2)
+    engine = server.thread.engine
+    step, append, seen = engine.step, engine._append, threading.Semaphore(2)
 
-    class Scripted(ByteTokenizer):
+    class Watched(ByteTokenizer):
         def decode(self, tokens):
             if threading.current_thread() is not server.thread._thread:
                 seen.release()
-            return text[: len(tokens)]
+            return super().decode(tokens)
+
+    def append_scripted(request, _):
+        append(request, ord(text[min(len(request.answer), len(text) - 1)]))
 
     def step_after_token_was_seen():
         seen.acquire(timeout=1.0)
         return step()
 
-    monkeypatch.setattr(server, "tokenizer", Scripted())
-    monkeypatch.setattr(server.thread.engine, "step", step_after_token_was_seen)
+    monkeypatch.setattr(server, "tokenizer", Watched())
+    monkeypatch.setattr(engine, "_append", append_scripted)
+    monkeypatch.setattr(engine, "step", step_after_token_was_seen)
     done = complete(client, stop=[stop], stream=stream)
     choices = [chunk.choices[0] for chunk in done] if stream else done.choices
     assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (sent, "stop")
