@@ -52,6 +52,7 @@ from .sampling import Sampling
 from .tokenizer import ByteTokenizer, QwenTokenizer, Tokenizer
 
 MAX_WAITING = 1024  # requests
+SHUTDOWN_WITHIN_S = 20  # for answers in progress; a client may never end its request
 
 
 class EngineThread:
@@ -341,7 +342,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     engine = Engine(config, params, limits, args.num_hbm_pages, args.num_host_pages, memory=memory)
     engine.warm_up(sampling=True)
     server = Server(engine, tokenizer, args.model.resolve().name if args.model else args.preset)
-    uvicorn.run(server.app, host=args.host, port=args.port)
+    uvicorn.run(
+        server.app,
+        host=args.host,
+        port=args.port,
+        timeout_graceful_shutdown=SHUTDOWN_WITHIN_S,
+    )
     server.thread.stop()
 
 

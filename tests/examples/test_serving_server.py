@@ -1,7 +1,10 @@
 """The HTTP server of the serving example, driven by the `openai` client on loopback."""
 
 import concurrent.futures
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -265,3 +268,32 @@ def test_invalid_requests_are_rejected(served, options):
     client, _ = served
     with pytest.raises(openai.BadRequestError):
         complete(client, **options)
+
+
+SERVER = """
+from examples.serving import server
+
+class Idle:
+    busy, waiting, warm_up = False, (), lambda self, sampling: None
+    def __init__(self, *arguments, **options): pass
+
+server.Engine, server.SHUTDOWN_WITHIN_S = Idle, 1
+server.main(["--port", "0"])
+"""
+
+
+def test_an_incomplete_request_does_not_keep_the_server_from_ending():
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr
+            lines = iter(process.stderr.readline, "")
+            port = next(int(found[1]) for line in lines if (found := re.search(r":(\d+) ", line)))
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n")
+                client.sendall(b"Expect: 100-continue\r\n\r\n")
+                assert client.recv(100).startswith(b"HTTP/1.1 100")  # the server waits for the body
+                process.terminate()
+                process.wait(30)
+        finally:
+            process.kill()
