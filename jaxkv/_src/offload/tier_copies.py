@@ -134,7 +134,7 @@ class TierCopies:
         self._reading: set[bytes] = set()
         self._num_writing = 0  # blocks
         self._num_dropped = 0  # blocks
-        self._is_useless = False  # to be raised by `poll`
+        self._pool_is_stale = False  # to be raised by `poll`
 
     def prefetch(self, keys: Sequence[bytes], window: int | None) -> OffloadPrefetch:
         """Asks the tier for the blocks that the host pool lacks, and reads those of the prefix."""
@@ -200,8 +200,8 @@ class TierCopies:
         """
         for copy in [copy for copy in self._reads if copy.is_over()]:
             self._reads.remove(copy)
-            is_of_use = self._is_of_use()
-            self._manager.complete(copy.spec, failed=copy.failed() if is_of_use else copy.spec.keys)
+            is_in_use = self._is_in_use()
+            self._manager.complete(copy.spec, failed=copy.failed() if is_in_use else copy.spec.keys)
         self._reading = {key for copy in self._reads for key in copy.spec.keys}
         for copy in [copy for copy in self._writes if copy.is_over()]:
             self._writes.remove(copy)
@@ -212,8 +212,8 @@ class TierCopies:
                 LOGGER.warning("OffloadEngine: discarded blocks may remain in a tier: %s", error)
         for prefetch in [*self._prefetches]:
             self._advance(prefetch)
-        if self._is_useless:
-            self._is_useless = False
+        if self._pool_is_stale:
+            self._pool_is_stale = False
             raise RuntimeError(
                 "poll: the pool of the constructor is no longer in use, and blocks of tiers cannot "
                 "be read into it: it was closed, or a step to which it was not donated returned a "
@@ -249,7 +249,7 @@ class TierCopies:
 
         A block that is being written, and is not in a host page, has been discarded.
         """
-        if not self._is_of_use():
+        if not self._is_in_use():
             return
         keys, state = prefetch.keys, self._manager.state
         there = there.difference(*(copy.spec.keys for copy in self._writes))
@@ -264,10 +264,10 @@ class TierCopies:
         self._reads.append(_TierCopy(spec, self._submit(self._tier.read, spec)))
         self._reading.update(spec.keys)
 
-    def _is_of_use(self) -> bool:
+    def _is_in_use(self) -> bool:
         """Whether loads find what is read into the pool; otherwise the next `poll` raises."""
         is_in_use = self._memory.is_in_use()
-        self._is_useless |= not is_in_use
+        self._pool_is_stale |= not is_in_use
         return is_in_use
 
     def _fitting(
