@@ -154,23 +154,26 @@ def _attend_xla(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata) -
     kv_heads, page_size = k_pages.shape[2], rows.block_size
     size = 1 if num_tokens == rows.max_num_reqs else XLA_TILE
     index, row = _query_tiles(num_tokens, rows, size)  # [tiles, tile], [tiles]
-    start, context = rows.query_start_loc[row], rows.seq_lens[row]
-    position = (context - rows.query_lens[row] - start)[:, None] + index
-    tiles = q.at[index].get(mode="clip").reshape(*index.shape, kv_heads, -1, head_dim)
-    tiles = jnp.moveaxis(tiles, 1, 3)  # [tiles, kv_heads, group, tile, head_dim]
     key_block = KEY_BLOCK.get(jax.default_backend(), 64)
     width = min(-(-key_block // page_size), rows.max_blocks)  # pages in an iteration
     num_keys = width * page_size
+    before = rows.seq_lens - rows.query_lens - rows.query_start_loc[:-1]
+    keys = jnp.where(index[:, -1] < num_tokens, before[row] + index[:, -1] + 1, 0)
+    blocks = -(-keys // num_keys)  # of keys, by tile
+    index, row, blocks = (x[jnp.argsort(-blocks)] for x in (index, row, blocks))
+    position = before[row][:, None] + index
+    tiles = q.at[index].get(mode="clip").reshape(*index.shape, kv_heads, -1, head_dim)
+    tiles = jnp.moveaxis(tiles, 1, 3)  # [tiles, kv_heads, group, tile, head_dim]
     table = jnp.pad(rows.block_table, ((0, 0), (0, -rows.max_blocks % width)))[row]
 
     def visit(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         highest, total, out = carry
-        pages = jax.lax.dynamic_slice_in_dim(table, i * width, width, axis=1)
-        shape = (len(pages), num_keys, kv_heads, head_dim)
-        k, v = (x[pages].reshape(shape) for x in (k_pages, v_pages))
+        n = len(out)
+        pages = jax.lax.dynamic_slice_in_dim(table[:n], i * width, width, axis=1)
+        k, v = (x[pages].reshape(n, num_keys, kv_heads, head_dim) for x in (k_pages, v_pages))
         key = i * num_keys + jnp.arange(num_keys)
-        seen = (key <= position[:, :, None])[:, None, None]
-        scores = einsum_float32("nhgqd,nkhd->nhgqk", tiles, k)
+        seen = (key <= position[:n, :, None])[:, None, None]
+        scores = einsum_float32("nhgqd,nkhd->nhgqk", tiles[:n], k)
         scores = jnp.where(seen, scores * head_dim**-0.5, -1e30)
         new_highest = jnp.maximum(highest, scores.max(-1))
         weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0)
@@ -179,12 +182,30 @@ def _attend_xla(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata) -
         return new_highest, keep * total + weights.sum(-1), keep[..., None] * out + added
 
     empty = jnp.zeros(tiles.shape[:-1], jnp.float32)
-    longest = jnp.max(jnp.where(index[:, -1] < num_tokens, context, 0))
-    init = (empty - 1e30, empty, jnp.zeros(tiles.shape, jnp.float32))
-    _, total, out = jax.lax.fori_loop(0, -(-longest // num_keys), visit, init)
+    found = (empty - 1e30, empty, jnp.zeros(tiles.shape, jnp.float32))
+    for n, start, end in loops(blocks):
+        first = jax.lax.fori_loop(start, end, visit, tuple(x[:n] for x in found))
+        found = tuple(x.at[:n].set(y) for x, y in zip(found, first, strict=True))
+    _, total, out = found
     out = out / jnp.where(total > 0, total, 1)[..., None]
     out = jnp.moveaxis(out, 3, 1).reshape(*index.shape, heads, head_dim)
     return jnp.zeros_like(q).at[index].set(out.astype(q.dtype), mode="drop")
+
+
+def loops(blocks: Array) -> list[tuple[int, Array | int, Array]]:
+    """Loops over the key blocks of tiles, whose numbers of blocks descend.
+
+    Returns (n, start, end): the first n tiles visit the blocks from `start` up to `end`. Each loop
+    has a quarter of the tiles of the one before, and begins when no others have blocks left: tiles
+    visit at most four times as many blocks as they have.
+    """
+    found: list[tuple[int, Array | int, Array]] = []
+    n, start = len(blocks), 0
+    while n > 4:
+        fewer = -(-n // 4)
+        found.append((n, start, blocks[fewer]))
+        n, start = fewer, blocks[fewer]
+    return [*found, (n, start, blocks[0])]
 
 
 def _query_tiles(num_tokens: int, rows: BatchMetadata, size: int) -> tuple[Array, Array]:

@@ -4,13 +4,15 @@ import itertools
 import sys
 import types
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from examples.serving import attention
-from examples.serving.attention import KEY_BLOCK, attend, num_splits, select
+from examples.serving.attention import KEY_BLOCK, attend, loops, num_splits, select
 from jaxkv.metadata import BatchMetadata
 
 pytestmark = pytest.mark.end_to_end
@@ -63,6 +65,7 @@ BATCHES = [
     ([1, 40, 3, 17], [90, 40, 33, 150], 80),
     ([0, 16, 1], [0, 16, 1], 20),
     ([33], [300], 64),
+    ([1] * 16, [900, 64, 320, *range(1, 14)], 17),
 ]
 
 
@@ -77,6 +80,18 @@ def test_xla_attention(query_lens, seq_lens, max_tokens, page_size, key_block, m
     out = np.asarray(jax.jit(attend, static_argnums=0)("xla", q, k, v, rows))
     wanted = dense_attention(q, k, v, query_lens, seq_lens, table)
     np.testing.assert_allclose(out[: len(wanted)], wanted, atol=2e-5)
+
+
+@hypothesis.given(st.lists(st.integers(0, 100), min_size=1, max_size=70))
+def test_tiles_visit_their_own_blocks(lengths):
+    blocks = np.sort(lengths)[::-1]
+    visited = np.zeros((len(blocks), 101), int)
+    for n, start, end in loops(blocks):
+        visited[:n, start:end] += 1
+    wanted = np.arange(101) < blocks[:, None]
+    assert (visited[wanted] == 1).all()
+    assert (visited <= 1).all()
+    assert visited.sum() <= 4 * blocks.sum()
 
 
 def kernel_on_cpu(q, k_cache, v_cache, *, cache_seqlens, page_table, is_causal, num_splits):
