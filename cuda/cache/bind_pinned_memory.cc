@@ -93,8 +93,7 @@ nb::object pinned_tensor(const PinnedMemory& found, std::vector<int64_t> shape, 
 
 using Bytes = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>, nb::c_contig>;
 
-nb::object pinned_view(uintptr_t address) {
-  auto memory = PinnedMemory::find(reinterpret_cast<const void*>(address));
+nb::object view_of(const std::shared_ptr<PinnedMemory>& memory) {
   if (!memory) return nb::none();
   auto owner = std::make_unique<std::shared_ptr<PinnedMemory>>(memory);
   const nb::capsule held(
@@ -103,9 +102,22 @@ nb::object pinned_view(uintptr_t address) {
   return nb::cast(Bytes(memory->data(), {memory->num_bytes()}, held));
 }
 
-int num_arrays(uintptr_t address) {
-  const auto memory = PinnedMemory::find(reinterpret_cast<const void*>(address));
-  return memory ? memory->num_arrays.load() : 0;
+// Does not own the memory. An address alone may become that of other memory.
+struct PinnedMemoryRef {
+  explicit PinnedMemoryRef(uintptr_t address)
+      : memory(PinnedMemory::find(reinterpret_cast<const void*>(address))) {}
+
+  nb::object view() const { return view_of(memory.lock()); }
+  int num_arrays() const {
+    const auto found = memory.lock();
+    return found ? found->num_arrays.load() : 0;
+  }
+
+  std::weak_ptr<PinnedMemory> memory;
+};
+
+nb::object pinned_view(uintptr_t address) {
+  return view_of(PinnedMemory::find(reinterpret_cast<const void*>(address)));
 }
 
 }  // namespace
@@ -128,8 +140,11 @@ void bind_pinned_memory(nb::module_& m) {
   m.def("pinned_view", &pinned_view, nb::arg("address"),
         "The bytes of the pinned tensor that begins at an address, read-only, without a copy; "
         "None if there is no such tensor. The view owns the memory too.");
-  m.def("num_pinned_arrays", &num_arrays, nb::arg("address"),
-        "The number of JAX's arrays in the pinned memory that begins at an address.");
+  nb::class_<PinnedMemoryRef>(m, "PinnedMemoryRef",
+                              "The pinned memory that begins at an address, without owning it.")
+      .def(nb::init<uintptr_t>(), nb::arg("address"))
+      .def("view", &PinnedMemoryRef::view, "As `pinned_view`; None once the memory is free.")
+      .def("num_arrays", &PinnedMemoryRef::num_arrays, "The number of JAX's arrays in it.");
   m.def("nodes_of_pages", &nodes_of_pages, nb::arg("address"), nb::arg("num_bytes"), without_gil,
         "The NUMA node of each page of a sample, or a negative errno.");
   m.def("wait_for_frees", &wait_for_frees, without_gil,

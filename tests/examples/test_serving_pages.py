@@ -259,7 +259,7 @@ def make_engine(batch, token_budget, copy_pages):
     engine = Engine(config, init_params(config, 1, "float32"), limits, 190, 1000)
     nothing = jnp.zeros(batch, jnp.int32)
     engine._run = lambda inputs, sampling: nothing  # type: ignore[method-assign]
-    engine.host._memory = None  # nor stores
+    engine.host._check = None  # nor stores
     return engine
 
 

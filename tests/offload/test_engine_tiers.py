@@ -328,7 +328,7 @@ def test_a_poll_that_cannot_read_the_pages_loses_no_copy(monkeypatch):
     engine = jaxkv.OffloadEngine(pool, batch_sizes=(4,), tiers=[tier])
     store = stored_by_dma(engine, pool, cache)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._memory, "unwritten", lambda batch: 1 // 0)
+        patch.setattr(engine._check, "error", lambda batch: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             engine.poll()
     assert engine.poll() == [store] and not store.failed

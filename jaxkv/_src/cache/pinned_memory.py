@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -314,6 +315,13 @@ def view_of(array: jax.Array, device: jax.Device | None) -> np.ndarray:
             "(donate_argnames='pool'), and inspect it by view(), not by np.asarray(pool.data)"
         )
     return found[: shard.nbytes].view(shard.dtype).reshape(shard.shape)
+
+
+def writable(view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The memory of a view as bytes, which it keeps allocated."""
+    memory: Any = (ctypes.c_ubyte * view.nbytes).from_address(view.ctypes.data)
+    memory.owner = view
+    return np.frombuffer(memory, np.uint8)
 
 
 def nodes_of(array: jax.Array) -> dict[jax.Device, dict[int, int]]:

@@ -13,9 +13,10 @@ from jaxkv._src.offload.device_pages import QueuedPages
 from jaxkv._src.offload.errors import StaleSpecError
 from jaxkv._src.offload.keys import checked_keys
 from jaxkv._src.offload.manager import OffloadManager
-from jaxkv._src.offload.page_memory import PoolMemory, checked_memory, num_pages_of
+from jaxkv._src.offload.page_memory import PoolMemory, num_pages_of
 from jaxkv._src.offload.specs import Event, Lookup
 from jaxkv._src.offload.step_result import StepResult, has_failed, is_over, step_result
+from jaxkv._src.offload.store_check import store_check
 from jaxkv._src.offload.tier_copies import OffloadPrefetch, TierCopies, checked_prefetch
 from jaxkv._src.offload.tiers.store import one_tier
 from jaxkv._src.offload.tiers.tier import Tier
@@ -46,14 +47,15 @@ class OffloadEngine:
 
     Blocks whose store is complete are written to the tiers, and read back into host pages by
     `prefetch`, in threads of the tiers. A tier that fails or is slow costs hits, never a step.
-    Donate the pool to every step that returns it: `poll` raises if steps use a copy of it.
+    Donate the pool to every step that returns it, and keep no other reference to it: `poll` raises
+    if steps store into a copy, or if there is no array left in the memory that tiers use.
 
     Not thread-safe, except `metrics`. Follows vLLM's offloading connector, which builds its
     transfers in the scheduler in the same way; tiers are those of its tiering manager.
 
     Args:
-      pool: the host pool, whose memory the engine keeps allocated; or, if there are no tiers, its
-        number of pages: stores are then not checked. With 0, nothing is stored.
+      pool: the host pool, whose memory tiers keep allocated; or, if there are no tiers, its number
+        of pages: stores are then not checked. With 0, nothing is stored.
       batch_sizes: numbers of pages of a step, each a static shape. The largest limits a step.
       num_device_pages: pages of the device cache; larger ids are errors. None: ids are not checked.
       policy, write, events: see `OffloadManager`.
@@ -92,11 +94,11 @@ class OffloadEngine:
         self._stored_last = False  # by the previous batch
         self._in_flight: deque[tuple[CopyBatch, StepResult]] = deque()
         self._ended: list[OffloadCopy] = []  # to be returned by `poll`
-        self._memory = PoolMemory(pool) if tiers else checked_memory(pool)
+        self._check = store_check(pool)
         self._tiers: TierCopies | None = None
-        if tiers and self._memory:
-            tier = one_tier("OffloadEngine", tiers)
-            self._tiers = TierCopies(self.manager, tier, self._memory, tier_timeout_s)
+        if tiers:
+            memory, tier = PoolMemory(pool), one_tier("OffloadEngine", tiers)
+            self._tiers = TierCopies(self.manager, tier, memory, tier_timeout_s)
 
     @staticmethod
     def tier_block_bytes(pool: HostPool) -> int:
@@ -229,8 +231,8 @@ class OffloadEngine:
         self._stored_last = kind == "store"
         size = next(size for size in self._sizes if size >= len(pages))
         batch = padded_batch(kind, pages, size, copies)
-        if self._memory and kind == "store":
-            self._memory.mark(page for page, _ in pages)
+        if self._check:
+            self._check.mark(batch)
         self._taken = batch if copies else None
         return batch
 
@@ -330,7 +332,7 @@ class OffloadEngine:
         while self._in_flight and is_over(self._in_flight[0][1]):
             batch, result = self._in_flight[0]
             failed = has_failed(result)
-            error = None if failed or not self._memory else self._memory.unwritten(batch)
+            error = None if failed or not self._check else self._check.error(batch)
             self._in_flight.popleft()
             self._end_step(batch, failed=failed or error is not None)
             if error:

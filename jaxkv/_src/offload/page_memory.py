@@ -1,21 +1,17 @@
-"""The bytes of the pages of a host pool, for tiers and to check stores."""
+"""The bytes of the pages of a host pool, for tiers."""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
-import os
 import struct
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from jaxkv._src.cache.array_cache import ArrayHostLayout
 from jaxkv._src.cache.host_pool import HostPool, description
-from jaxkv._src.cache.pinned_memory import view_of
-from jaxkv._src.offload.copies import CopyBatch
+from jaxkv._src.cache.pinned_memory import view_of, writable
 from jaxkv._src.offload.integers import checked_integer
 from jaxkv._src.runtime import native
 
@@ -46,17 +42,16 @@ class PoolMemory:
         if getattr(pool.spec, "num_page_shards", 1) > 1:
             raise ValueError("OffloadEngine: tiers do not support pools with page shards")
         shards = {_start(shard): shard for shard in pool.data.addressable_shards}  # no replicas
-        self._addresses: list[int] = []
+        self._memory: list[Any] = []
         self._runs: list[np.ndarray[Any, Any]] = []
         for start in sorted(shards):
-            memory = _writable(view_of(pool.data, shards[start].device))
-            self._addresses.append(memory.ctypes.data)
+            memory = writable(view_of(pool.data, shards[start].device))
+            self._memory.append(native.extension().PinnedMemoryRef(memory.ctypes.data))
             self._runs += [*memory.reshape(_num_runs(pool), pool.num_pages, -1)]
         self.block_bytes = self._runs[0].shape[1]
         what = f"{description(pool.spec)} {pool.layout} {pool.head_groups} {len(shards)}"
         digest = hashlib.sha256(what.encode()).digest()[:8]
         self._suffixes = [digest + struct.pack("<H", i) for i in range(len(self._runs))]
-        self._mark = np.frombuffer(os.urandom(16), np.uint8)
 
     def keys(self, key: bytes) -> list[bytes]:
         return [key + suffix for suffix in self._suffixes]
@@ -66,37 +61,7 @@ class PoolMemory:
 
     def is_in_use(self) -> bool:
         """Whether the shards are still arrays of JAX, rather than copies that a step returned."""
-        return all(map(native.extension().num_pinned_arrays, self._addresses))
-
-    def mark(self, pages: Iterable[int]) -> None:
-        """Writes a mark into pages that the next step is to store; see `unwritten`."""
-        for page in pages if self.block_bytes >= len(self._mark) else ():
-            self._runs[0][page, : len(self._mark)] = self._mark
-
-    def unwritten(self, batch: CopyBatch) -> RuntimeError | None:
-        """The error of a step that has ended, if pages of its stores still have their mark.
-
-        The step then wrote a copy of the pool, or rejected the pages. Pages with parts smaller than
-        a mark have none.
-        """
-        if batch.kind != "store" or self.block_bytes < len(self._mark):
-            return None
-        pages = batch.host_pages[batch.host_pages >= 0].tolist()
-        marked = [p for p in pages if (self._runs[0][p, : len(self._mark)] == self._mark).all()]
-        if not marked:
-            return None
-        return RuntimeError(
-            f"poll: a step did not store host pages {marked[:4]}, whose blocks would be found: "
-            "start its batch, and donate the pool to every step with stores, from that of the "
-            "constructor on; if that was done, see check_errors for rejected pages"
-        )
-
-
-def checked_memory(pool: HostPool | int) -> PoolMemory | None:
-    """The memory of a pool whose stores are checked: one with all pages in this process."""
-    if not isinstance(pool, HostPool) or not pool.data.is_fully_addressable:
-        return None
-    return None if getattr(pool.spec, "num_page_shards", 1) > 1 else PoolMemory(pool)
+        return all(memory.num_arrays() for memory in self._memory)
 
 
 def num_pages_of(pool: HostPool | int) -> int:
@@ -124,10 +89,3 @@ def _num_runs(pool: HostPool) -> int:
         return layout.spec.num_layers if layout.name == "layer_first" else 1
     place = next(i for i, merged in enumerate(layout.axes) if "page" in merged)
     return math.prod(layout.shape[:place])
-
-
-def _writable(view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The same memory as bytes, which it keeps allocated."""
-    memory: Any = (ctypes.c_ubyte * view.nbytes).from_address(view.ctypes.data)
-    memory.owner = view
-    return np.frombuffer(memory, np.uint8)
