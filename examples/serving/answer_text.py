@@ -28,10 +28,14 @@ class AnswerText:
         self._num_tokens, self._num_characters = start, 0  # that no later token changes
 
     def update(self, tokens: Sequence[int], finished: bool) -> None:
-        """Takes all tokens so far, those before the answer included."""
+        """Takes all tokens so far, those before the answer included.
+
+        Another thread may append to `tokens` meanwhile; the next update takes those.
+        """
         if self.stopped:
             return
-        new = self._decode(tokens[self._num_tokens :])
+        tokens = tokens[self._num_tokens :]
+        new = self._decode(tokens)
         whole = new if finished else new.rstrip(_INCOMPLETE)
         self.text = self.text[: self._num_characters] + whole
         searched = max(0, self._num_characters - self.longest_stop + 1)
@@ -40,4 +44,5 @@ class AnswerText:
         if ends:
             self.text, self.stopped = self.text[: min(ends)[1]], True
         elif whole == new:
-            self._num_tokens, self._num_characters = len(tokens), len(self.text)
+            self._num_tokens += len(tokens)
+            self._num_characters = len(self.text)

@@ -182,7 +182,7 @@ def _attend_xla(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata) -
         return new_highest, keep * total + weights.sum(-1), keep[..., None] * out + added
 
     empty = jnp.zeros(tiles.shape[:-1], jnp.float32)
-    found = (empty - 1e30, empty, jnp.zeros(tiles.shape, jnp.float32))
+    found: tuple[Array, ...] = (empty - 1e30, empty, jnp.zeros(tiles.shape, jnp.float32))
     for n, start, end in loops(blocks):
         first = jax.lax.fori_loop(start, end, visit, tuple(x[:n] for x in found))
         found = tuple(x.at[:n].set(y) for x, y in zip(found, first, strict=True))
@@ -192,15 +192,15 @@ def _attend_xla(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata) -
     return jnp.zeros_like(q).at[index].set(out.astype(q.dtype), mode="drop")
 
 
-def loops(blocks: Array) -> list[tuple[int, Array | int, Array]]:
+def loops(blocks: Array) -> list[tuple[int, Array, Array]]:
     """Loops over the key blocks of tiles, whose numbers of blocks descend.
 
     Returns (n, start, end): the first n tiles visit the blocks from `start` up to `end`. Each loop
     has a quarter of the tiles of the one before, and begins when no others have blocks left: tiles
     visit at most four times as many blocks as they have.
     """
-    found: list[tuple[int, Array | int, Array]] = []
-    n, start = len(blocks), 0
+    found: list[tuple[int, Array, Array]] = []
+    n, start = len(blocks), jnp.int32(0)
     while n > 4:
         fewer = -(-n // 4)
         found.append((n, start, blocks[fewer]))

@@ -159,16 +159,24 @@ class Engine:
         self._removed = [r for r in self._removed if self.blocks.has_load_in_flight(r[1].pages)]
 
     def _admit(self) -> None:
-        """Starts waiting requests, in order, while there are rows, and pages for their tokens."""
-        while self.waiting and self._slots:
-            request, size = self.waiting[0], self.limits.page_size
-            if request.in_flight or (request.prefetch and not request.prefetch.done):
-                return  # its last token is not known, or its blocks are not there
+        """Starts waiting requests, in order, while there are rows, and pages for their tokens.
+
+        Requests whose blocks are being read from a tier are passed over.
+        """
+        place, size = 0, self.limits.page_size
+        while place < len(self.waiting) and self._slots:
+            request = self.waiting[place]
+            if request.prefetch and not request.prefetch.done:
+                place += 1
+                continue
+            if request.in_flight:  # its last token is not known
+                return
             # The last token is always computed, to obtain the next logits.
             keys = request.keys[: (len(request.tokens) - 1) // size]
             if not (placement := self.blocks.admit(keys, -(-len(request.tokens) // size))):
                 return
-            self.running.append(self.waiting.popleft())
+            del self.waiting[place]
+            self.running.append(request)
             request.slot, request.placement = self._slots.pop(), placement
             request.published = placement.found_in_hbm + placement.loaded
             request.computed = request.published * size

@@ -61,3 +61,18 @@ def test_half_a_character_is_no_stop_string():
     assert (text.text, text.stopped) == ("a\U0001f600", False)
     text.update(b"a\xf0\x9f\x98\x80\xf0", True)
     assert (text.text, text.stopped) == ("a\U0001f600", True)
+
+
+def test_tokens_that_arrive_during_an_update_are_taken_by_the_next():
+    tokens, later = list(b"Hello"), list(b", world")
+
+    def decode(new):
+        text = ByteTokenizer().decode(new)
+        tokens.extend(later)  # by the thread of the engine
+        later.clear()
+        return text
+
+    text = AnswerText(decode, [], 0)
+    text.update(tokens, False)
+    text.update(tokens, True)
+    assert text.text == "Hello, world"

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+from collections import deque
 from functools import partial
 
 import jax
@@ -86,11 +87,11 @@ def make_engine(num_hbm_pages=80, num_host_pages=0, *, batch=4, token_budget=24,
     return Engine(CONFIG, params(), limits, num_hbm_pages, num_host_pages, **options)
 
 
-def run(engine, requests, max_steps=2000):
+def run(engine, requests, max_steps=2000, until=lambda: False):
     for request in requests:
         engine.submit(request)
     for _ in range(max_steps):
-        if not engine.busy:
+        if not engine.busy or until():
             break
         engine.step()
     jaxkv.check_errors(engine.state)
@@ -389,3 +390,14 @@ def test_an_exception_of_a_callback_ends_its_request_only(callback):
             raised += 1
     assert raised == 1 and batch[1].finished and len(batch[1].answer) == 1
     assert [r.answer for r in batch[:1] + batch[2:]] == expected()[:1] + expected()[2:]
+
+
+def test_requests_pass_one_whose_blocks_are_being_read_from_a_tier():
+    first, second = requests()[:2]
+    engine = make_engine()
+    engine.submit(first)
+    first.prefetch = jaxkv.OffloadPrefetch(tuple(first.keys))
+    assert run(engine, [second], until=lambda: second.finished) == [expected()[1]]
+    assert first.placement is None and [*engine.waiting] == [first]
+    first.prefetch.done = True
+    assert run(engine, []) == [] and first.answer == expected()[0]
