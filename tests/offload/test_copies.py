@@ -107,7 +107,7 @@ def test_without_a_pool_nothing_is_stored_or_copied():
     for batch in (padding, tier.next_batch()):
         _, cache, _ = step(None, cache, batch)
     np.testing.assert_equal(values(cache, range(8)), before)
-    assert tier.metrics()["kv_offload_usage_perc"] == 0
+    assert tier.metrics()["kv_offload_used_blocks"] == 0
 
 
 @pytest.mark.cpu_only

@@ -256,7 +256,7 @@ def test_a_poll_that_raises_loses_no_copy():
     assert_rejected(tier.poll, RuntimeError, "donated or deleted")
     assert first.done and not second.done
     assert_rejected(tier.poll, RuntimeError, "donated or deleted")
-    tier._in_flight[0] = (tier._in_flight[0][0], step_result())
+    tier._in_flight.steps[0] = tier._in_flight.steps[0]._replace(result=step_result())
     assert tier.poll() == [first, second]
 
 

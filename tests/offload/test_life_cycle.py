@@ -309,8 +309,8 @@ class LifeCycle(RuleBasedStateMachine):
         assert metrics["kv_offload_pinned_blocks"] == len(self.pinned())
         assert metrics["kv_offload_num_copies"] == len(self.in_flight())
         busy = {page for copy in self.in_flight() for page in copy.spec.pages}
-        used = len(busy | {*self.ready.values()}) / NUM_PAGES
-        assert metrics["kv_offload_usage_perc"] == pytest.approx(used)
+        assert metrics["kv_offload_cpu_cache_usage_perc"] == pytest.approx(len(busy) / NUM_PAGES)
+        assert metrics["kv_offload_used_blocks"] == len(busy | {*self.ready.values()})
 
     @invariant()
     def ready_pages_hold_their_blocks(self):

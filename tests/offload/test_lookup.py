@@ -102,8 +102,8 @@ def test_status_and_metrics(manager):
     assert found == manager.lookup(group.keys(CHAIN)) == (3, 2)
     assert found.status is LookupStatus.PENDING
     metrics = manager.metrics()
-    assert metrics["external_prefix_cache_queries"] == 2 * len(CHAIN)
-    assert metrics["external_prefix_cache_hits"] == 6
+    assert metrics["kv_offload_block_queries"] == 2 * len(CHAIN)
+    assert metrics["kv_offload_block_hits"] == 6
 
 
 def test_wrong_arguments_raise(manager):

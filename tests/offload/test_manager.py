@@ -134,7 +134,7 @@ def test_write_back_stores_what_the_device_cache_evicts():
     manager = OffloadManager(4, write="back")
     assert manager.prepare_store(keys("ab")).keys == ()
     assert manager.prepare_store(keys("b"), evicted=True).keys == (b"b",)
-    assert manager.metrics()["kv_offload_skipped_blocks"] == 2
+    assert manager.metrics()["kv_offload_stores_skipped"] == 0  # not for lack of a second use
     through = OffloadManager(4)
     assert through.prepare_store(keys("b"), evicted=True).keys == ()
 
@@ -147,6 +147,7 @@ def test_second_use_stores_what_two_requests_use():
     manager.touch(keys("abx"))
     assert manager.prepare_store(keys("abx")).keys == (b"a", b"b")
     assert manager.prepare_store(keys("c"), evicted=True).keys == ()
+    assert manager.metrics()["kv_offload_stores_skipped"] == 3 + 3 + 1  # of computed blocks
 
 
 def test_second_use_remembers_a_bounded_number_of_blocks(monkeypatch):
@@ -198,8 +199,8 @@ def test_metrics():
     manager.abort(manager.prepare_store(keys("xyz")))
     manager.discard(keys("ad"))  # d is pending
     assert manager.metrics() == {
-        "external_prefix_cache_queries": 4,
-        "external_prefix_cache_hits": 3,
+        "kv_offload_block_queries": 4,
+        "kv_offload_block_hits": 3,
         "kv_offload_loaded_blocks": 2,
         "kv_offload_stored_blocks": 3,
         "kv_offload_promoted_blocks": 0,
@@ -208,8 +209,9 @@ def test_metrics():
         "kv_offload_aborted_blocks": 1,
         "kv_offload_discarded_blocks": 2,
         "kv_offload_refused_blocks": 2,
-        "kv_offload_skipped_blocks": 0,
-        "kv_offload_usage_perc": 0.75,
+        "kv_offload_stores_skipped": 0,
+        "kv_offload_cpu_cache_usage_perc": 0.75,  # d and e, and a, which is discarded and pinned
+        "kv_offload_used_blocks": 3,
         "kv_offload_ready_blocks": 0,
         "kv_offload_pending_blocks": 1,
         "kv_offload_pinned_blocks": 0,

@@ -23,8 +23,34 @@ def test_prometheus_collector_has_every_metric():
     register_prometheus(OffloadManager(4), registry, labels={"model_name": "n"})
     text = prometheus.generate_latest(registry).decode()
     assert 'jaxkv:kv_offload_stored_blocks_total{model_name="m"} 3.0' in text
-    assert 'jaxkv:kv_offload_usage_perc{model_name="m"} 0.75' in text
+    assert 'jaxkv:kv_offload_used_blocks{model_name="m"} 3.0' in text
     assert all(f"jaxkv:{name}" in text for name in manager.metrics())
+
+
+class Engine:
+    """The metrics of an engine with a pool and two tiers, without JAX."""
+
+    def metrics(self):
+        return dict.fromkeys(
+            [
+                "kv_offload_load_bytes",
+                "kv_offload_store_time",
+                "kv_offload_stores_skipped",
+                "kv_offload_tiering_read_bytes_0",
+                "kv_offload_tier_refused_copies_1",
+                "kv_offload_uncascaded_blocks",
+            ],
+            7.0,
+        ) | {"kv_offload_cpu_cache_usage_perc": 0.5, "kv_offload_tier_running_copies_1": 2.0}
+
+
+def test_counters_of_an_engine_are_counters():
+    registry = prometheus.CollectorRegistry()
+    register_prometheus(Engine(), registry)
+    text = prometheus.generate_latest(registry).decode()
+    for name, value in Engine().metrics().items():
+        sample, kind = (f"{name}_total", "counter") if value == 7 else (name, "gauge")
+        assert f"# TYPE jaxkv:{sample} {kind}\njaxkv:{sample} {value}\n" in text
 
 
 def test_expositions_of_several_managers_are_valid():

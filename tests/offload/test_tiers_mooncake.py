@@ -65,8 +65,8 @@ def test_blocks_are_shared_by_clients(tiers):
     assert [page.tobytes() for page in pages] == blocks
     after = [tier.metrics() for tier in tiers]
     grown = [{name: b[name] - a[name] for name in a} for a, b in zip(before, after, strict=True)]
-    assert grown[0]["kv_offload_tier_write_bytes"] == 20 * BLOCK_BYTES
-    assert grown[1]["kv_offload_tier_read_blocks"] == grown[1]["kv_offload_tier_hits"] == 20
+    assert grown[0]["kv_offload_tiering_write_bytes"] == 20 * BLOCK_BYTES
+    assert grown[1]["kv_offload_tier_read_blocks"] == grown[1]["kv_offload_tier_block_hits"] == 20
     assert after[1]["kv_offload_tier_errors"] == 0
 
 

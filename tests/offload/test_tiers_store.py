@@ -58,8 +58,8 @@ def test_reads_run_before_writes_and_failures_are_misses(monkeypatch, caplog):
     assert tier.done == ["write", "read", "read", "write", "write"]
     assert "injected" in caplog.text and "2 writes are waiting" in caplog.text
     metrics = tier.metrics()
-    assert metrics["kv_offload_tier_refused"] == metrics["kv_offload_tier_errors"] == 1
-    assert metrics["kv_offload_tier_write_bytes"] == 12
+    assert metrics["kv_offload_tier_refused_copies"] == metrics["kv_offload_tier_errors"] == 1
+    assert metrics["kv_offload_tiering_write_bytes"] == 12
     tier.close()
 
 

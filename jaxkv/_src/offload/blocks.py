@@ -130,6 +130,20 @@ class BlockTable:
                 else:
                     self.num_pinned -= 1
 
+    def gauges(self) -> dict[str, float]:
+        """Numbers of blocks; and the share of the pages that copies in flight use, as vLLM's."""
+        num_pages = len(self.generations)
+        num_used = num_pages - self.num_free
+        num_idle = len(self.ready) - self.num_pinned
+        return {
+            "kv_offload_cpu_cache_usage_perc": (num_used - num_idle) / max(1, num_pages),
+            "kv_offload_used_blocks": num_used,
+            "kv_offload_ready_blocks": len(self.ready),
+            "kv_offload_pending_blocks": len(self.pending),
+            "kv_offload_pinned_blocks": self.num_pinned,
+            "kv_offload_num_blocks": num_pages,
+        }
+
     def _release(self, block: Block) -> None:
         self.generations[block.page] += 1
         self._free.append(block.page)

@@ -175,10 +175,24 @@ def checked_sizes(batch_sizes: Any) -> tuple[int, ...]:
     return tuple(sorted(map(check_size, sizes, names)))
 
 
+def paddings(sizes: Sequence[int], *, has_host_tier: bool) -> list[CopyBatch]:
+    """A batch without pages of each kind and size; one of kind "none" is enough."""
+    kinds: tuple[Kind, ...] = ("none", "load", "store")
+    return [
+        padded_batch(kind, [], (size,))
+        for kind in kinds[: 3 if has_host_tier else 1]
+        for size in (sizes[:1] if kind == "none" else sizes)
+    ]
+
+
 def padded_batch(
-    kind: Kind, pages: Sequence[tuple[int, int]], size: int, copies: Sequence[OffloadCopy] = ()
+    kind: Kind,
+    pages: Sequence[tuple[int, int]],
+    sizes: Sequence[int],
+    copies: Sequence[OffloadCopy] = (),
 ) -> CopyBatch:
-    """A batch of pages in the host pool and in the device cache, padded to `size` of each."""
+    """A batch of pages in the host pool and in the device cache, padded to one of `sizes`."""
+    size = next(size for size in sizes if size >= len(pages))
     host_pages, device_pages = (_padded([pair[i] for pair in pages], size) for i in (0, 1))
     return CopyBatch(kind, host_pages, device_pages, tuple(copies))
 

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from jaxkv._src.cache.host_pool import HostPool
-from jaxkv._src.offload.copies import CopyBatch, Kind, OffloadCopy, checked_sizes, padded_batch
+from jaxkv._src.offload.copies import CopyBatch, OffloadCopy, checked_sizes, padded_batch, paddings
 from jaxkv._src.offload.device_pages import QueuedPages
 from jaxkv._src.offload.errors import StaleSpecError
 from jaxkv._src.offload.keys import checked_keys
 from jaxkv._src.offload.manager import OffloadManager
 from jaxkv._src.offload.page_memory import PoolMemory, num_pages_of
 from jaxkv._src.offload.specs import Event, Lookup
-from jaxkv._src.offload.step_result import StepResult, has_failed, is_over, step_result
+from jaxkv._src.offload.step_result import StepsInFlight, step_result
 from jaxkv._src.offload.store_check import store_check
 from jaxkv._src.offload.tier_copies import OffloadPrefetch, TierCopies, checked_prefetch
 from jaxkv._src.offload.tiers.store import one_tier
@@ -92,9 +92,9 @@ class OffloadEngine:
         self._queued_pages = QueuedPages(num_device_pages)
         self._taken: CopyBatch | None = None
         self._stored_last = False  # by the previous batch
-        self._in_flight: deque[tuple[CopyBatch, StepResult]] = deque()
         self._ended: list[OffloadCopy] = []  # to be returned by `poll`
         self._check = store_check(pool)
+        self._in_flight = StepsInFlight(pool, self._check)
         self._tiers: TierCopies | None = None
         if tiers:
             memory, tier = PoolMemory(pool), one_tier("OffloadEngine", tiers)
@@ -229,8 +229,7 @@ class OffloadEngine:
                 copies, pages = self._take(queue)
         kind = copies[0].kind if copies else "none"
         self._stored_last = kind == "store"
-        size = next(size for size in self._sizes if size >= len(pages))
-        batch = padded_batch(kind, pages, size, copies)
+        batch = padded_batch(kind, pages, self._sizes, copies)
         if self._check:
             self._check.mark(batch)
         self._taken = batch if copies else None
@@ -259,12 +258,7 @@ class OffloadEngine:
 
     def padding_batches(self) -> list[CopyBatch]:
         """A batch without pages of each kind and size, to compile the programs beforehand."""
-        kinds: tuple[Kind, ...] = ("none", "load", "store")
-        return [
-            padded_batch(kind, [], size)
-            for kind in kinds[: 3 if self.manager.num_pages else 1]
-            for size in (self._sizes[:1] if kind == "none" else self._sizes)
-        ]
+        return paddings(self._sizes, has_host_tier=self.manager.num_pages > 0)
 
     def _start(self, copy: OffloadCopy) -> bool:
         """False, and the copy has ended, if a block to load has been discarded."""
@@ -289,9 +283,8 @@ class OffloadEngine:
           ValueError: `batch` is not that of the last call of `next_batch`.
         """
         over = step_result("issue", result) if batch.copies else None
-        taken = self._give_back(batch, "issue")
-        if taken and over is not None:
-            self._in_flight.append((taken, over))
+        if (taken := self._give_back(batch, "issue")) and over is not None:
+            self._in_flight.append(taken, over)
 
     def abandon(self, batch: CopyBatch) -> None:
         """Records that the step with a batch was not dispatched, e.g. after an exception.
@@ -329,12 +322,8 @@ class OffloadEngine:
           RuntimeError: the result of a step was donated or deleted before its copies ended; or a
             step stored into a copy of the pool, or returned one: its blocks are then not found.
         """
-        while self._in_flight and is_over(self._in_flight[0][1]):
-            batch, result = self._in_flight[0]
-            failed = has_failed(result)
-            error = None if failed or not self._check else self._check.error(batch)
-            self._in_flight.popleft()
-            self._end_step(batch, failed=failed or error is not None)
+        for batch, failed, error in self._in_flight.pop_ended():
+            self._end_step(batch, failed=failed)
             if error:
                 raise error
         if self._tiers:
@@ -391,12 +380,19 @@ class OffloadEngine:
         return self.manager.take_events()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the manager and of the tiers, and the numbers of queued blocks by kind."""
+        """Metrics of the manager and of the tiers, and of the copies between host memory and HBM.
+
+        As vLLM's, of loads: `kv_offload_load_bytes` (if the engine has the pool), of all shards;
+        `kv_offload_load_time`, seconds from `issue` to the `poll` that finds the end of the step,
+        an upper bound. The same of stores. Failed copies are not counted. See docs/offload.md.
+        """
+        blocks = self.manager.metrics()
         queues = [*self._loads], [*self._stores]
         loads, stores = (sum(len(c.keys) - c._num_taken for c in queue) for queue in queues)
         return {
-            **self.manager.metrics(),
+            **blocks,
             **(self._tiers.metrics() if self._tiers else {}),
+            **self._in_flight.metrics(blocks),
             "kv_offload_queued_load_blocks": loads,
             "kv_offload_queued_store_blocks": stores,
         }

@@ -78,6 +78,7 @@ class OffloadManager:
         self.num_pages = num_pages
         self._policy = _chosen("policy", policy, POLICIES)(num_pages)
         self._write = _chosen("write", write, WRITE_POLICIES)(num_pages)
+        self._needs_second_use = write == "second_use"
         self._blocks = BlockTable(num_pages)
         self._copies: dict[int, _Copy] = {}
         self._next_job_id = 0
@@ -215,7 +216,8 @@ class OffloadManager:
         refused = len(wanted) - len(indices)
         self._counts["kv_offload_evicted_blocks"] += len(plan.victims)
         self._counts["kv_offload_refused_blocks"] += refused
-        self._counts["kv_offload_skipped_blocks"] += len(missing) - len(wanted)
+        if self._needs_second_use and not evicted:
+            self._counts["kv_offload_stores_skipped"] += len(missing) - len(wanted)
         pages, generations = self._pages_of(blocks)
         spec = StoreSpec(
             self._new_job_id(), stored, pages, generations, indices, tuple(plan.victims), refused
@@ -334,27 +336,20 @@ class OffloadManager:
     def metrics(self) -> dict[str, float]:
         """Counters since creation, and gauges.
 
-        Counters: blocks looked up (`external_prefix_cache_queries`) and found in every call of
-        `lookup` (`external_prefix_cache_hits`; with a window, all blocks of the prefix);
-        `kv_offload_*_blocks` loaded, stored, promoted from a tier below, cascaded to one, evicted,
-        aborted, discarded, refused for lack of room, and skipped by the write policy. Gauges:
-        `kv_offload_usage_perc` (0 to 1), ready, pending, pinned and total blocks, and copies in
-        flight.
+        Counters of blocks: looked up (`kv_offload_block_queries`) and found
+        (`kv_offload_block_hits`; with a window, all blocks of the prefix) in every call of
+        `lookup`; `kv_offload_*_blocks` loaded, stored, promoted from a tier below, cascaded to one,
+        evicted, aborted, discarded, and refused for lack of room; `kv_offload_stores_skipped`:
+        computed blocks not stored before their second use, as vLLM's. Gauges:
+        `kv_offload_cpu_cache_usage_perc`: share of the pages that copies in flight use, 0 to 1, as
+        vLLM's; used (by any block), ready, pending, pinned and total blocks, copies in flight.
         """
-        return {
-            **self._counts,
-            "kv_offload_usage_perc": (self.num_pages - self._blocks.num_free)
-            / max(1, self.num_pages),
-            "kv_offload_ready_blocks": len(self._blocks.ready),
-            "kv_offload_pending_blocks": len(self._blocks.pending),
-            "kv_offload_pinned_blocks": self._blocks.num_pinned,
-            "kv_offload_num_blocks": self.num_pages,
-            "kv_offload_num_copies": len(self._copies),
-        }
+        copies = {"kv_offload_num_copies": len(self._copies)}
+        return {**self._counts, **self._blocks.gauges(), **copies}
 
     def _count_lookup(self, num_blocks: int, num_found: int) -> None:
-        self._counts["external_prefix_cache_queries"] += num_blocks
-        self._counts["external_prefix_cache_hits"] += num_found
+        self._counts["kv_offload_block_queries"] += num_blocks
+        self._counts["kv_offload_block_hits"] += num_found
 
     def _new_job_id(self) -> int:
         self._next_job_id += 1

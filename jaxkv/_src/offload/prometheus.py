@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from jaxkv._src.offload.specs import COUNTERS
+from jaxkv._src.offload.specs import COPY_COUNTERS, COUNTERS
 from jaxkv._src.offload.tiers.tier import TIER_COUNTERS
 
-_COUNTERS = {*COUNTERS, *TIER_COUNTERS, "kv_offload_uncascaded_blocks"}
+_COUNTERS = {*COUNTERS, *COPY_COUNTERS, *TIER_COUNTERS, "kv_offload_uncascaded_blocks"}
 
 
 class _HasMetrics(Protocol):
@@ -66,7 +66,8 @@ def register_prometheus(
     """Exports `manager.metrics()` to a Prometheus registry, which reads them at every scrape.
 
     Metric NAME is exported as `jaxkv:NAME`, a counter as `jaxkv:NAME_total`, as vLLM's are with
-    `vllm:`. Needs prometheus_client: `pip install 'jaxkv[prometheus]'`.
+    `vllm:`; docs/offload.md lists the units. Needs prometheus_client:
+    `pip install 'jaxkv[prometheus]'`.
 
         jaxkv.offload.register_prometheus(manager, labels={"model_name": "Qwen3-8B"})
 

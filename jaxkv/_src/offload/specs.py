@@ -127,9 +127,10 @@ class BlockRemoved(NamedTuple):
 
 Event: TypeAlias = BlockStored | BlockRemoved
 
+# Of the manager. Those with a counterpart in vLLM have its name and unit; others name their unit.
 COUNTERS = (
-    "external_prefix_cache_queries",
-    "external_prefix_cache_hits",
+    "kv_offload_block_queries",
+    "kv_offload_block_hits",
     "kv_offload_loaded_blocks",
     "kv_offload_stored_blocks",
     "kv_offload_promoted_blocks",
@@ -138,5 +139,12 @@ COUNTERS = (
     "kv_offload_aborted_blocks",
     "kv_offload_discarded_blocks",
     "kv_offload_refused_blocks",
-    "kv_offload_skipped_blocks",
+    "kv_offload_stores_skipped",
+)
+# Of the copies of an engine between host memory and HBM, named as vLLM's: bytes, and seconds.
+COPY_COUNTERS = (
+    "kv_offload_load_bytes",
+    "kv_offload_load_time",
+    "kv_offload_store_bytes",
+    "kv_offload_store_time",
 )

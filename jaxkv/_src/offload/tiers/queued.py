@@ -29,17 +29,15 @@ class Copy:
       key: the block.
       buffer: its bytes, or the memory for them.
       future: the result.
-      since: time of submission.
     """
 
-    __slots__ = ("buffer", "future", "key", "since")
+    __slots__ = ("buffer", "future", "key")
 
     def __init__(self, key: bytes, buffer: memoryview) -> None:
         self.key = key
         self.buffer = buffer
         self.future: Future[bool] = Future()
         self.future.set_running_or_notify_cancel()  # not cancellable: the buffer may be in use
-        self.since = time.monotonic()
 
 
 class QueuedTier(ABC):
@@ -109,8 +107,8 @@ class QueuedTier(ABC):
         """See `Tier`."""
         self._check_keys("contains", keys)
         found = [False] * len(keys) if self._closed else self._contains(keys)
-        self._count("queries", len(found))
-        self._count("hits", sum(found))
+        self._count("block_queries", len(found))
+        self._count("block_hits", sum(found))
         return found
 
     def read(self, key: bytes, into: memoryview) -> Future[bool]:
@@ -132,7 +130,7 @@ class QueuedTier(ABC):
                 **self._counts,
                 "kv_offload_tier_queued_reads": len(self._queues[0]),
                 "kv_offload_tier_queued_writes": len(self._queues[1]),
-                "kv_offload_tier_running": self._running,
+                "kv_offload_tier_running_copies": self._running,
                 **self._gauges(),
             }
 
@@ -175,7 +173,7 @@ class QueuedTier(ABC):
                 queue.append(copy)
                 self._state.notify()
                 return copy.future
-            self._counts["kv_offload_tier_refused"] += 1
+            self._counts["kv_offload_tier_refused_copies"] += 1
         self._warn("refused", f"{MAX_QUEUED} {operation}s are waiting: further ones are misses")
         copy.future.set_result(False)
         return copy.future
@@ -216,12 +214,13 @@ class QueuedTier(ABC):
             self._run(copies, is_read=queue is self._queues[0])
 
     def _run(self, copies: Sequence[Copy], *, is_read: bool) -> None:
+        begun = time.monotonic()
         try:
             results = (self._read if is_read else self._write)(copies)
         except Exception as error:  # serving goes on: a future that never ends would stop it
             self._failed("read" if is_read else "write", error)
             results = [False] * len(copies)
-        now = time.monotonic()
+        seconds = time.monotonic() - begun
         done = sum(results)
         counts = self._counts
         with self._state:
@@ -229,8 +228,8 @@ class QueuedTier(ABC):
             kind = "read" if is_read else "write"
             counts["kv_offload_tier_read_blocks" if is_read else _WRITTEN] += done
             counts[_MISSES if is_read else _FAILURES] += len(copies) - done
-            counts[f"kv_offload_tier_{kind}_bytes"] += done * self._block_bytes
-            counts[f"kv_offload_tier_{kind}_time"] += sum(now - copy.since for copy in copies)
+            counts[f"kv_offload_tiering_{kind}_bytes"] += done * self._block_bytes
+            counts[f"kv_offload_tiering_{kind}_time"] += seconds if done else 0.0
         for copy, result in zip(copies, results, strict=True):
             with contextlib.suppress(BufferError):  # of a frame that outlives a failure
                 copy.buffer.release()

@@ -93,19 +93,20 @@ class Tier(Protocol):
         """Ends the tier: copies in flight end, queued ones become misses. Stored blocks remain."""
 
 
+# `kv_offload_tiering_*` are vLLM's: bytes, and seconds. The others count blocks of the tier.
 TIER_COUNTERS = (
-    "kv_offload_tier_queries",
-    "kv_offload_tier_hits",
+    "kv_offload_tiering_read_bytes",
+    "kv_offload_tiering_read_time",
+    "kv_offload_tiering_write_bytes",
+    "kv_offload_tiering_write_time",
+    "kv_offload_tier_block_queries",
+    "kv_offload_tier_block_hits",
     "kv_offload_tier_read_blocks",
     "kv_offload_tier_read_misses",
-    "kv_offload_tier_read_bytes",
-    "kv_offload_tier_read_time",
     "kv_offload_tier_written_blocks",
-    "kv_offload_tier_write_bytes",
-    "kv_offload_tier_write_time",
     "kv_offload_tier_write_failures",
     "kv_offload_tier_evicted_blocks",
     "kv_offload_tier_corrupt_blocks",
-    "kv_offload_tier_refused",
+    "kv_offload_tier_refused_copies",
     "kv_offload_tier_errors",
 )
