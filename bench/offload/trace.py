@@ -12,6 +12,9 @@ one. With unlimited memory, and for each capacity, eviction policy and write pol
 
 Without a device cache, each hit is a load from the host tier. With an LRU device cache of
 `DEVICE_BLOCKS`, without which write-back would be write-through, its hits count too.
+
+Checks: with LRU and without a device cache, hits and writes are those of `simulate`, a simulator
+that shares no code with the manager.
 """
 
 import itertools
@@ -30,6 +33,7 @@ CAPACITIES = (3_000, 10_000, 30_000)
 POLICIES = ("lru", "arc")
 WRITES = ("through", "second_use")
 DEVICE_BLOCKS = 1_000
+REMEMBERED = 65_536  # keys of the most recent uses that "second_use" remembers, or twice the pages
 WANTED_CAPACITY, WANTED_SHARE, WANTED_LOSS = 10_000, 20.0, 1.0  # percent; points of hit rate
 
 Requests = Sequence[Sequence[bytes]]
@@ -101,6 +105,28 @@ def replay(requests: Requests, manager: OffloadManager, device_blocks: int = 0) 
     return Replay(blocks, hits, int(manager.metrics()["kv_offload_stored_blocks"]))
 
 
+def simulate(requests: Requests, num_pages: int, *, second_use: bool) -> Replay:
+    """`replay` with LRU and `write="second_use"` or `"through"`, without a device cache."""
+    # Least recently used first; the head of a request is its most recently used block.
+    cache, used = OrderedDict[bytes, None](), OrderedDict[bytes, None]()
+    blocks = hits = written = 0
+    for keys in requests:
+        blocks += len(keys)
+        hits += next((i for i, key in enumerate(keys) if key not in cache), len(keys))
+        new = [key for key in keys if key not in cache and (key in used or not second_use)]
+        resident = [key for key in keys if key in cache]
+        stored = {*new[: num_pages - len(resident)]}
+        for order, members in ((used, {*keys}), (cache, stored.union(resident))):
+            for key in filter(members.__contains__, reversed(keys)):
+                order[key] = None
+                order.move_to_end(key)
+        for order, limit in ((used, max(REMEMBERED, 2 * num_pages)), (cache, num_pages)):
+            for _ in range(len(order) - limit):
+                order.popitem(last=False)
+        written += len(stored)
+    return Replay(blocks, hits, written)
+
+
 def measure(results: Results, flags: Flags) -> None:
     requests, rates = read(flags.trace), dict[str, float]()
     unlimited = replay(requests, OffloadManager(len({key for keys in requests for key in keys})))
@@ -117,6 +143,10 @@ def measure(results: Results, flags: Flags) -> None:
                 results.row(case, "hit rate", "%", found.hit_rate)
                 results.row(case, "blocks written", "%", found.share_written)
                 rates[case] = found.hit_rate
+                if policy == "lru" and not device_blocks:
+                    want = simulate(requests, num_pages, second_use=write == "second_use")
+                    results.check(f"hits, {case}", found.hits, "==", want.hits, "blocks")
+                    results.check(f"writes, {case}", found.written, "==", want.written, "blocks")
                 if case == f"{WANTED_CAPACITY:,} blocks lru second_use":
                     name = f"blocks written, {case}"
                     results.target(name, found.share_written, "<=", WANTED_SHARE, "%")

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from bench.harness import records
 from bench.offload import tiers, trace
+from jaxkv._src.offload import writes
 from jaxkv.offload import FileTier, OffloadManager
 
 pytestmark = pytest.mark.host_only
@@ -50,8 +52,22 @@ def test_hits_and_writes_are_those_of_an_lru_simulator(requests, capacity, secon
     manager = OffloadManager(capacity, write="second_use" if second_use else "through")
     keys = [[block.to_bytes(36, "big") for block in request] for request in requests]
     found = trace.replay(keys, manager)
-    assert (found.hits, found.written) == simulate(requests, capacity, second_use)
+    expected = simulate(requests, capacity, second_use)
+    assert (found.hits, found.written) == expected
+    assert trace.simulate(keys, capacity, second_use=second_use) == found
     assert found.blocks == sum(map(len, requests))
+
+
+@given(traces(), st.integers(1, 6), st.integers(12, 16))
+def test_simulator_forgets_uses_as_the_manager_does(requests, capacity, remembered):
+    """On the trace more blocks are used than remembered."""
+    keys = [[block.to_bytes(36, "big") for block in request] for request in requests]
+    with (
+        mock.patch.object(writes, "_MIN_REMEMBERED", remembered),
+        mock.patch.object(trace, "REMEMBERED", remembered),
+    ):
+        found = trace.replay(keys, OffloadManager(capacity, write="second_use"))
+        assert trace.simulate(keys, capacity, second_use=True) == found
 
 
 def test_write_back_stores_evicted_blocks_and_serves_them():
@@ -76,6 +92,10 @@ def test_replay_of_a_file_is_recorded(tmp_path, monkeypatch, capsys):
     assert values["3,000 blocks lru through", "hit rate"] == pytest.approx(100 * 2 / 5)
     assert values["3,000 blocks lru through", "blocks written"] == pytest.approx(100 * 3 / 5)
     assert "10,000 blocks arc second_use" in capsys.readouterr().out
+    checks = {check.name: (check.got, check.want, check.met) for check in found.checks}
+    assert len(checks) == 3 * 2 * 2 and all(met for _, _, met in checks.values())
+    assert checks["hits, 3,000 blocks lru through"] == (2, 2, True)
+    assert checks["writes, 30,000 blocks lru second_use"] == (2, 2, True)
     assert [target.name for target in found.targets] == [
         "blocks written, 10,000 blocks lru second_use",
         "hit rate lost, 10,000 blocks lru second_use",
