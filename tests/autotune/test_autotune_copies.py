@@ -45,6 +45,7 @@ def test_command_writes_valid_table(tmp_path):
         [rule] = table.rules[direction]
         [candidate] = rule.candidates
         assert candidate.implementation == "host" and candidate.gb_per_s
+        assert rule.measured == CopySize(16, 4096, 16 * 4096)
     default = copy_lookup.default_table()
     assert isinstance(default, copy_table.Table)
     assert table.rules["overlapped"] == default.rules["overlapped"]

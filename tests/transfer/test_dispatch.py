@@ -58,15 +58,21 @@ def machine(monkeypatch):
     return replace
 
 
-def rule(minima, *candidates) -> dict:
+def rule(minima, *candidates, **measured) -> dict:
     keys = ("min_word_bytes", "min_run_bytes", "min_total_bytes")
-    return {**dict(zip(keys, minima, strict=True)), "candidates": candidates}
+    return {**dict(zip(keys, minima, strict=True)), **measured, "candidates": candidates}
 
 
 LOAD = [
     rule((1, 1, 0), ["kernel", 12, 40.0], ["dma", 0, 2.0], ["pallas", 12, 30.0]),
     rule((1, 65536, 0), ["dma", 0, 50.0], ["kernel", 8, 50.5]),
-    rule((16, 8192, 1 << 20), ["pallas", 4, 49.0], ["kernel", 12, 50.0], ["dma", 0, 20.0]),
+    rule(
+        (16, 8192, 1 << 20),
+        ["pallas", 4, 49.0],
+        ["kernel", 12, 50.0],
+        ["dma", 0, 20.0],
+        measured_size=(16, 32768, 1 << 26),
+    ),
     rule((16, 65536, 1 << 20), ["dma", 0, 54.0], ["pallas", 2, 51.0], ["kernel", 4, 51.0]),
 ]
 STORE = [rule((1, 1, 0), ["kernel", 6, None], ["dma", 0, None])]
@@ -286,14 +292,20 @@ def test_unsupported_implementations_are_never_selected(
 def test_explain_reports_rates_and_source(table):
     arrays = array(200, 8192, "pinned_host"), array(200, 8192, "device")
     assert jaxkv.explain(jaxkv.swap_blocks, *arrays, *ids_of(200, True)).splitlines() == [
-        "swap_blocks: pallas (best supported, 49 GB/s on 4 SMs)",
-        "  not dma: not faster, 20 GB/s",
-        "  not kernel: similar throughput on more SMs, 50 GB/s on 12 SMs",
+        "swap_blocks: pallas (best supported, 49 GB/s on 4 SMs at 2048 x 32768 bytes)",
+        "  not dma: not faster, 20 GB/s at 2048 x 32768 bytes",
+        "  not kernel: similar throughput on more SMs, 50 GB/s on 12 SMs at 2048 x 32768 bytes",
         "  not host: CPU backend only, the platform is gpu",
         "  not xla: slower than the handlers of jaxkv: only if requested",
         "  by measured.json (commit c0ffeec0f): load, words of 16 bytes or more, "
         "runs of 8192 bytes or more, payload of 1048576 bytes or more",
     ]
+
+
+def test_explain_omits_rates_of_an_unknown_size(table):
+    lines = swap("load", 65536, 200, on_host=True).text.splitlines()
+    assert lines[0] == "swap_blocks: dma (best supported)"
+    assert "  not kernel: lower rank in the table, on 4 SMs" in lines
 
 
 def test_explain_of_a_requested_implementation(table):

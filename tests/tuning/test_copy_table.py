@@ -40,6 +40,13 @@ def test_packaged_tables_round_trip(path):
     assert path.name in (f"{table_files.slug(table.device_kind)}.json", table_files.DEFAULT)
 
 
+def test_measured_size_of_a_rule_is_optional(tmp_path):
+    with_size = copy_table.load(write(tmp_path, changed([*RULE, MEASURED], [16, 2048, 1 << 20])))
+    without, given = with_size.rules["load"][:2]
+    assert (without.measured, given.measured) == (None, CopySize(16, 2048, 1 << 20))
+    assert copy_table.load(write(tmp_path, with_size.to_text())) == with_size
+
+
 def changed(path: list, value) -> dict:
     """The default table's content with one entry replaced, or removed if `value` is `...`."""
     content = content_of_default()
@@ -61,6 +68,7 @@ def hardware(**changes) -> dict:
 
 RULE = ["rules", "load", 1]
 FIRST = [*RULE, "candidates", 0]
+MEASURED = "measured_size"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +118,11 @@ FIRST = [*RULE, "candidates", 0]
         (changed(FIRST, ["dma", 0, 10**400]), "gb_per_s.* got 1000"),
         (changed([*RULE, "min_total_bytes"], 2**64), r"min_total_bytes.*got 18446744073709551616"),
         (changed(["peak_gb_per_s"], {"load": "fast"}), "peak_gb_per_s.load .*got 'fast'"),
+        (
+            changed([*RULE, MEASURED], [16, 512]),
+            r"\[1\].measured_size must be \[word_bytes, run_bytes, total_bytes\], got \[16, 512\]",
+        ),
+        (changed([*RULE, MEASURED], [16, 0, 9]), r"\[1\].measured_size: run_bytes must .*got 0"),
         ("[" * 100_000, "recursion"),
         (" " * 2**21, "2097152 bytes exceed the limit of 1048576 bytes"),
         (
@@ -171,7 +184,14 @@ def test_fewest_sms_are_selected_at_equal_rates():
 def test_rule_has_rates_of_its_largest_size():
     sizes = [CopySize(16, 512, n * 512) for n in (1, 16, 256)]
     rates = [(size, [Candidate("host", 0, float(i + 1))]) for i, size in enumerate(sizes)]
-    assert rules_of(rates) == (Rule(SMALLEST, (Candidate("host", 0, 3.0),)),)
+    assert rules_of(rates) == (Rule(SMALLEST, (Candidate("host", 0, 3.0),), sizes[-1]),)
+
+
+def test_rates_of_a_rule_are_all_of_the_same_size():
+    small, large = (CopySize(16, 512, n * 512) for n in (1, 16))
+    both = [Candidate("dma", 0, 40.0), Candidate("kernel", 4, 30.0)]
+    rates = [(small, both), (large, [Candidate("dma", 0, 50.0)])]
+    assert rules_of(rates) == (Rule(SMALLEST, tuple(both), small),)
 
 
 @st.composite

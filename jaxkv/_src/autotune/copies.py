@@ -280,7 +280,9 @@ def changes(rates: Rates, before: Table | DerivedTable, after: Table) -> list[st
                 for table in (before, after)
             )
             if new and (not old or old[:2] != new[:2]):
-                lines.append(f"{cell}, {ids}: {_text(old)} -> {_text(new)}")
+                here = {candidate[:2]: candidate for candidate in measured}
+                choices = (c and here.get(c[:2], Candidate(*c[:2])) for c in (old, new))
+                lines.append(f"{cell}, {ids}: {' -> '.join(map(_text, choices))}")
     return lines
 
 

@@ -30,23 +30,26 @@ def rank(measured: Sequence[Candidate]) -> tuple[Candidate, ...]:
 def rules_of(rates: Sequence[tuple[CopySize, Sequence[Candidate]]]) -> tuple[Rule, ...]:
     """Rules for one direction; a rule begins at each measured size where the choice changes.
 
-    The rates of a rule are those of the largest measured size to which it applies.
+    The rates of a rule are those of the largest measured size to which it applies, of those at
+    which all of its candidates were measured: rates of different sizes are not comparable.
     """
     rules: list[Rule] = []
     words: set[int] = set()
     for size, measured in sorted(rates, key=lambda entry: entry[0]):
         if size.word_bytes not in words:  # first of its alignment: applies to smaller copies too
             minima = SMALLEST._replace(word_bytes=size.word_bytes if words else 1)
-            rules.append(Rule(minima, rank(measured)))
+            rules.append(Rule(minima, rank(measured), size))
             words.add(size.word_bytes)
             continue
         rule = last_matching_rule(rules, size)
         if _still_good(rule, measured):
             now = {candidate[:2]: candidate for candidate in measured}
-            updated = tuple(now.get(candidate[:2], candidate) for candidate in rule.candidates)
-            rules[rules.index(rule)] = Rule(rule.minima, updated)
+            keys = [candidate[:2] for candidate in rule.candidates]
+            if all(key in now for key in keys):
+                updated = tuple(now[key] for key in keys)
+                rules[rules.index(rule)] = Rule(rule.minima, updated, size)
         else:
-            rules.append(Rule(size, rank(measured)))
+            rules.append(Rule(size, rank(measured), size))
     return tuple(rules)
 
 

@@ -99,7 +99,7 @@ def select_implementation(
             reason = f"fallback: the platform is {machine.platform}, which has no CUDA handlers"
         if overlapped:
             reason += "; not overlapped: the copy is complete at its start"
-    text = _explain(copy, chosen, ranked, unsupported, reason)
+    text = _explain(copy, chosen, ranked, unsupported, reason, rule.measured)
     basis = f"  by {table.source}: {situation}, {_from_text(rule.minima)}"
     return Selection(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")
 
@@ -286,29 +286,39 @@ def _explain(
     ranked: list[Candidate],
     unsupported: dict[Implementation, str],
     reason: str,
+    measured: CopySize | None,
 ) -> str:
-    details = ", ".join(filter(None, (reason, chosen.figures)))
+    details = ", ".join(filter(None, (reason, _figures(chosen, measured))))
     lines = [f"{copy.operation}: {chosen.implementation} ({details})"]
     by_name = {candidate.implementation: candidate for candidate in ranked}
     for name in IMPLEMENTATIONS:
         if name != chosen.implementation:
             against = unsupported.get(name) or _comparison(
-                chosen, by_name[name], reason.startswith("requested")
+                chosen, by_name[name], reason.startswith("requested"), measured
             )
             lines.append(f"  not {name}: {against}")
     return "\n".join(lines)
 
 
-def _comparison(chosen: Candidate, other: Candidate, requested: bool) -> str:
+def _comparison(
+    chosen: Candidate, other: Candidate, requested: bool, measured: CopySize | None
+) -> str:
     if requested:
         reason = "another implementation was requested"
-    elif other.gb_per_s is None or chosen.gb_per_s is None:
+    elif measured is None or other.gb_per_s is None or chosen.gb_per_s is None:
         reason = "lower rank in the table"
     elif other.gb_per_s <= chosen.gb_per_s:
         reason = "not faster"
     else:
         reason = "similar throughput on more SMs"
-    return ", ".join(filter(None, (reason, other.figures)))
+    return ", ".join(filter(None, (reason, _figures(other, measured))))
+
+
+def _figures(candidate: Candidate, measured: CopySize | None) -> str:
+    """SMs, and the rate with its size: that of a call of another size can differ by far."""
+    if measured is None or candidate.gb_per_s is None:
+        return candidate._replace(gb_per_s=None).figures
+    return f"{candidate.figures} at {measured.runs_text}"
 
 
 def _from_text(minima: CopySize) -> str:

@@ -4,8 +4,9 @@ A table lists rules for each kind of copy: "load" (from host memory), "store" (t
 "device" (neither), and "overlapped" (transfers concurrent with compute). Rules are sorted by their
 minima; the last rule whose minima a copy reaches applies. Its candidates are implementations in
 order of preference, each with a number of SMs and a measured rate; dispatch selects the first one
-that supports the call. `python -m jaxkv.tune` writes a table, to be reviewed by hand.
-`copy_lookup` selects the table of a device.
+that supports the call. A rule applies to copies of many sizes, but its rates are of the one in
+"measured_size"; tables without that key are valid, and their rates only rank. `python -m
+jaxkv.tune` writes a table, to be reviewed by hand. `copy_lookup` selects the table of a device.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ class CopySize(NamedTuple):
     def reaches(self, minima: CopySize) -> bool:
         return all(value >= minimum for value, minimum in zip(self, minima, strict=True))
 
+    @property
+    def runs_text(self) -> str:
+        """Number and bytes of the runs."""
+        return f"{self.total_bytes // self.run_bytes} x {self.run_bytes} bytes"
+
 
 SMALLEST = CopySize(1, 1, 0)  # minima of the first rule of each kind: some rule always applies
 
@@ -72,10 +78,17 @@ class Candidate(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Candidates, best first, for copies that reach `minima`."""
+    """Candidates, best first, for copies that reach `minima`.
+
+    Attributes:
+      minima: of the copies to which the rule applies.
+      candidates: best first.
+      measured: size of the copies with the rates of the candidates, or None if unknown.
+    """
 
     minima: CopySize
     candidates: tuple[Candidate, ...]
+    measured: CopySize | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +164,13 @@ def load(path: str | os.PathLike[str]) -> Table:
 # Conversion between JSON and Table
 
 _MINIMA = ("min_word_bytes", "min_run_bytes", "min_total_bytes")
+_MEASURED = "measured_size"
 
 
 def _rule_text(rule: Rule) -> str:
     minima = dict(zip(_MINIMA, rule.minima, strict=True))
-    return json.dumps({**minima, "candidates": rule.candidates})
+    measured = {} if rule.measured is None else {_MEASURED: rule.measured}
+    return json.dumps({**minima, **measured, "candidates": rule.candidates})
 
 
 def _parse_table(name: str, content: object) -> Table:
@@ -206,7 +221,7 @@ def _parse_rules(entries: object, where: str) -> tuple[Rule, ...]:
 
 
 def _parse_rule(entry: object, where: str) -> Rule:
-    entry = _object(entry, (*_MINIMA, "candidates"), where)
+    entry = _object(entry, (*_MINIMA, "candidates"), where, optional=(_MEASURED,))
     for key, minimum in zip(_MINIMA, SMALLEST, strict=True):
         _check_int(entry[key], minimum, f"{where}.{key}")
     listed = entry["candidates"]
@@ -216,7 +231,18 @@ def _parse_rule(entry: object, where: str) -> Rule:
     names = [candidate.implementation for candidate in candidates]
     if len({*names}) < len(names):
         raise ValueError(f"{where}.candidates: duplicate implementation in {names}")
-    return Rule(CopySize(*(entry[key] for key in _MINIMA)), tuple(candidates))
+    minima = CopySize(*(entry[key] for key in _MINIMA))
+    measured = _parse_measured(entry[_MEASURED], where) if _MEASURED in entry else None
+    return Rule(minima, tuple(candidates), measured)
+
+
+def _parse_measured(entry: object, where: str) -> CopySize:
+    if not isinstance(entry, list) or len(entry) != len(SMALLEST):
+        names = ", ".join(CopySize._fields)
+        raise ValueError(f"{where}.{_MEASURED} must be [{names}], got {entry!r}")
+    for name, value in zip(CopySize._fields, entry, strict=True):
+        _check_int(value, 1, f"{where}.{_MEASURED}: {name}")
+    return CopySize(*entry)
 
 
 def _parse_candidate(entry: object, where: str) -> Candidate:

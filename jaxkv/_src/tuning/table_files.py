@@ -52,12 +52,14 @@ def read(path: str | os.PathLike[str], parse: Callable[[str, object], T]) -> T:
         raise ValueError(f"tuning table {path}: {error}") from None
 
 
-def _object(entry: object, keys: Collection[str], where: str) -> dict[str, Any]:
+def _object(
+    entry: object, keys: Collection[str], where: str, optional: Collection[str] = ()
+) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise ValueError(f"{where} must be an object, got {entry!r}")
     if missing := [key for key in keys if key not in entry]:
         raise ValueError(f"{where}: missing keys {', '.join(missing)}")
-    if unknown := [key for key in entry if key not in keys]:
+    if unknown := [key for key in entry if key not in (*keys, *optional)]:
         raise ValueError(f"{where}: unknown keys {', '.join(unknown)}")
     return entry
 
