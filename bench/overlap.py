@@ -7,9 +7,13 @@ same step is timed without any load, with `load_pages` before it ("sequential", 
 with `start_load` and a `wait` in each layer, by each implementation and as jaxkv chooses with
 device ids and HostIds, in rounds; as jaxkv chooses also with a wait for each four layers. Host time
 per call is measured on an idle device.
+
+Pool and cache have 32 GiB, where memory allows. Consecutive steps cycle through sets of random
+pages, because the host would cache 64 MiB that are loaded by every step.
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,16 +30,19 @@ from bench.harness.blocks import (
     SM_IMPLEMENTATIONS,
     Method,
     equal,
+    gathered,
     implementations,
     randomized,
 )
 from bench.harness.main import Flags, benchmark, on_gpu
 from bench.harness.records import Results
+from jaxkv._src.autotune.pools import pool_bytes
 
 NO_LOAD, SEQUENTIAL = "without a load", "sequential"
 STEP_TIME, RATIO_UNIT = "time per step", f"x step {NO_LOAD}"
 WANTED_RATIO = 1.02
 FEW_WAITS = 4  # layers of a wait
+SETS = 8  # of pages, in all more than last-level caches hold
 
 
 class Size(NamedTuple):
@@ -87,38 +94,42 @@ class Bench:
     """A pool with known pages, a cache as their destination, and one kind of step.
 
     Attributes:
+      pages: ids in the pool and in the cache, int32[SETS, pages] each, all different.
       state: of all steps: activations and the cache.
     """
 
-    def __init__(self, what: Size, kind: str):
-        self.what, self.kind = what, kind
-        num_pages = 2 * what.pages
+    def __init__(self, what: Size):
+        self.what = what
+        loaded = SETS * what.pages
+        num_pages = pool_bytes(2 * loaded * what.spec.page_bytes) // what.spec.page_bytes
         self.pool = jaxkv.HostPool.create(what.spec, num_pages=num_pages)
         rng = np.random.default_rng(0)
-        self.pages = [rng.permutation(num_pages)[: what.pages].astype(np.int32) for _ in range(2)]
-        self.cache = randomized(jaxkv.DeviceCache.create(what.spec, num_pages=num_pages))
-        host_pages, device_pages = self.pages
+        self.pages = [
+            rng.choice(num_pages, (SETS, what.pages), replace=False).astype(np.int32)
+            for _ in range(2)
+        ]
+        cache = randomized(jaxkv.DeviceCache.create(what.spec, num_pages=num_pages))
+        host_pages, self.loaded = map(np.ravel, self.pages)
+        stored = self.loaded[::-1].copy()
         store = jax.jit(jaxkv.store_pages, donate_argnums=0)
-        self.pool = store(self.pool, self.cache, host_pages, device_pages[::-1].copy())
-        self.wanted = jax.tree.map(lambda x: jnp.copy(x[device_pages[::-1]]), self.cache)
-        self.state, self.fixed, self.layer = self.calibrated()
+        self.pool = store(self.pool, cache, host_pages, stored)
+        self.wanted = gathered(cache, stored)
+        self.state: Any = (None, cache)
 
-    def calibrated(self) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
-        """A step of about the required duration: its state, constants, and layer."""
-        make, units = KINDS[self.kind]
+    def calibrate(self, kind: str) -> None:
+        """Makes a step of about the required duration: its state, constants, and layer."""
+        self.kind = kind
+        make, units = KINDS[kind]
         for _ in range(2):
-            (x, fixed), layer = make(units)
-            state = (x, jax.tree.map(jnp.copy, self.cache))
-            run = self.program(Method(NO_LOAD), layer, fixed)
-            call, state = timing.single_call(run, run(run(state)), repeats=5)
+            (x, self.fixed), self.layer = make(units)
+            run = self.program(Method(NO_LOAD))
+            self.state = run(run((x, self.state[1])))
+            call, self.state = timing.single_call(run, self.state, repeats=5)
             units = max(1, round(units * self.what.step_seconds / call.done))
-        return state, fixed, layer
 
-    def program(
-        self, method: Method, layer: Callable[[Any, Any], Any], fixed: Any, layers_per_wait: int = 1
-    ) -> Any:
+    def program(self, method: Method, layers_per_wait: int = 1) -> Any:
         """The step, `state -> state`."""
-        page = int(self.pages[1][0])
+        layer, page = self.layer, int(self.loaded[0])
         started = functools.partial(_started, layers_per_wait=layers_per_wait)
         load = {NO_LOAD: _without, SEQUENTIAL: _sequential}.get(method.name, started)
 
@@ -134,8 +145,9 @@ class Bench:
                 x = x + (k[page, 0, 0, 0] + v[page, 0, 0, 0]) * jnp.bfloat16(1e-3)
             return x, loaded()
 
-        ids = tuple(map(method.converted, self.pages))
-        return lambda state: step(state, self.pool, fixed, ids)
+        sets = zip(*self.pages, strict=True)
+        ids_of_step = itertools.cycle([tuple(map(method.converted, ids)) for ids in sets])
+        return lambda state: step(state, self.pool, self.fixed, next(ids_of_step))
 
     def runs(self) -> dict[str, Callable[[Any], Any]]:
         """Compiled and verified steps by name."""
@@ -143,15 +155,15 @@ class Bench:
         others = Method(NO_LOAD), Method(SEQUENTIAL)
         for method in (*others, *implementations(without="pallas"), *CHOICES):
             for sms in (None, *self.what.few_sms) if method.name in SM_IMPLEMENTATIONS else (None,):
-                run = self.program(method, self.layer, self.fixed)
-                ids = map(method.converted, self.pages)
+                run = self.program(method)
+                ids = (method.converted(pages[0]) for pages in self.pages)
                 of = method._replace(num_sms=sms)
-                num_sms = of.sms_for(jaxkv.start_load, self.pool, self.cache, *ids)
+                num_sms = of.sms_for(jaxkv.start_load, self.pool, self.state[1], *ids)
                 with of.taken(num_sms):
                     self.first_calls(method, run)
                 compiled.setdefault(f"{method}, {num_sms} SMs" if num_sms else str(method), run)
         for method in CHOICES:
-            run = self.program(method, self.layer, self.fixed, FEW_WAITS)
+            run = self.program(method, FEW_WAITS)
             self.first_calls(method, run)
             compiled[f"{method}, a wait for {FEW_WAITS} layers"] = run
         return compiled
@@ -160,16 +172,15 @@ class Bench:
         """Compiles a step and verifies the loaded bytes."""
         loads = method.name != NO_LOAD
         if loads:
-            self.state = (self.state[0], _forget(self.state[1]))
-        for _ in range(2):
+            self.state = (self.state[0], _forget(self.state[1], self.loaded))
+        for _ in range(SETS):
             self.state = jax.block_until_ready(run(self.state))
         jaxkv.check_errors()
-        if loads:
-            loaded = jax.tree.map(lambda x: x[self.pages[1]], self.state[1])
-            if not equal(loaded, self.wanted):
-                raise AssertionError(f"{self.kind}, {method}: wrong pages")
+        if loads and not equal(gathered(self.state[1], self.loaded), self.wanted):
+            raise AssertionError(f"{self.kind}, {method}: wrong pages")
 
-    def measure(self, results: Results) -> None:
+    def measure(self, results: Results, kind: str) -> None:
+        self.calibrate(kind)
         runs = self.runs()
 
         def sample(run: Callable[[Any], Any]) -> float:
@@ -224,13 +235,14 @@ def _started(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _forget(cache: jaxkv.DeviceCache) -> jaxkv.DeviceCache:
-    return jax.tree.map(jnp.zeros_like, cache)
+def _forget(cache: jaxkv.DeviceCache, pages: jax.Array) -> jaxkv.DeviceCache:
+    return jax.tree.map(lambda x: x.at[pages].set(0), cache)
 
 
 def measure(results: Results, flags: Flags) -> None:
+    bench = Bench(QUICK if flags.quick else FULL)
     for kind in [*KINDS][: 1 if flags.quick else None]:
-        Bench(QUICK if flags.quick else FULL, kind).measure(results)
+        bench.measure(results, kind)
 
 
 main = benchmark("overlap", __doc__, measure)
