@@ -4,12 +4,13 @@ All caches have the bytes of one `KVCacheSpec` cache: 32 layers, 64 tokens per p
 elements, bf16. The same number of pages is copied in each: fused K and V as in sglang-jax and
 tpu-inference, one stacked array each of K and V, 8-bit K and V with scales (as many bytes in all),
 two groups of layers (hybrid) and four. Every cache is verified before it is timed. Caches alternate
-in rounds.
+in rounds. Their pools share the memory that the machine allows, each at most 32 GiB; the copied
+pages are at random places of it.
 """
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from bench.harness.blocks import (
 )
 from bench.harness.main import Flags, benchmark
 from bench.harness.records import Results
+from jaxkv._src.autotune.pools import pool_bytes
 
 BASELINE = "KVCacheSpec"
 ROUNDS = 12
@@ -37,7 +39,7 @@ MOST_RATIO = {
 
 
 class Size(NamedTuple):
-    """Shape of the caches, and number of copied pages."""
+    """Shape of the caches, their least number of pages, and number of copied pages."""
 
     layers: int
     page_size: int
@@ -46,50 +48,62 @@ class Size(NamedTuple):
     num_pages: int
     copied: int
 
+    def as_memory_allows(self) -> "Size":
+        """With as many pages as the memory has room for, in a cache of each kind."""
+        page_bytes = self.spec(self.layers).page_bytes
+        room = pool_bytes(self.num_pages * page_bytes, 1 + len(MOST_RATIO))
+        return self._replace(num_pages=room // page_bytes)
+
+    def spec(self, layers: int) -> jaxkv.KVCacheSpec:
+        return jaxkv.KVCacheSpec(
+            num_layers=layers, page_size=self.page_size, num_kv_heads=self.heads,
+            head_dim=self.head_dim, dtype=jnp.bfloat16,
+        )  # fmt: skip
+
 
 FULL = Size(32, 64, 8, 128, 160, 128)
 QUICK = Size(4, 16, 2, 64, 16, 2)
 
 
 class Case:
-    """A pool and a cache, or a dict of each, with programs that copy the same pages."""
+    """A pool and a cache, or a dict of each, and the pages that every method copies."""
 
-    def __init__(self, pool: Any, cache: Any, what: Size, method: Method):
-        self.pool, self.method = pool, method
+    def __init__(self, pool: Any, cache: Any, what: Size):
+        self.pool = pool
         self.ends = {"host": pool, "device": cache}
-        rng, grouped = np.random.default_rng(0), isinstance(pool, dict)
-        plain = [
+        rng = np.random.default_rng(0)
+        self.pages = [
             {
                 name: rng.permutation(what.num_pages)[: what.copied].astype(np.int32)
                 for name in groups
             }
-            for groups in [pool if grouped else [""]] * 2
+            for groups in [pool if isinstance(pool, dict) else [""]] * 2
         ]
-        self.device_pages = plain[1]
-        made = [{name: method.converted(ids) for name, ids in side.items()} for side in plain]
-        ids = made if grouped else [side[""] for side in made]
-        self.programs = {
+
+    def programs(self, method: Method) -> dict[str, Program]:
+        """Verified programs by direction."""
+        made = [{name: method.converted(ids) for name, ids in side.items()} for side in self.pages]
+        ids = made if isinstance(self.pool, dict) else [side[""] for side in made]
+        programs = {
             way: Program(self.ends, way, copy_pages(way, implementation=method.name), ids)
             for way in DIRECTIONS
         }
-
-    def verify(self) -> None:
-        """Raises unless a store and a load restore the pages."""
         before = self.copied_pages()
-        self.programs["store"].run()
+        programs["store"].run()
         zeros = jax.tree.map(jnp.zeros_like, self.ends["device"])
         self.ends["device"] = jax.block_until_ready(zeros)
-        self.programs["load"].run()
+        programs["load"].run()
         for old, new in zip(before, self.copied_pages(), strict=True):
             if old.tobytes() != new.tobytes():
-                raise AssertionError(f"{self.method}: wrong pages")
+                raise AssertionError(f"{method}: wrong pages")
+        return programs
 
     def copied_pages(self) -> list[np.ndarray]:
         spec, cache = getattr(self.pool, "spec", None), self.ends["device"]
         axis = int(isinstance(spec, jaxkv.ArrayCacheSpec) and spec.stacked)
         return [
             np.asarray(jnp.take(array, ids, axis))
-            for name, ids in self.device_pages.items()
+            for name, ids in self.pages[1].items()
             for array in jax.tree.leaves(cache[name] if name else cache)
         ]
 
@@ -104,8 +118,8 @@ def is_pool(node: Any) -> bool:
 
 def caches(what: Size) -> dict[str, Callable[[], tuple[Any, Any]]]:
     """Functions that make a pool and a cache."""
-    layers, size_, heads, dim = what.layers, what.page_size, what.heads, what.head_dim
-    page = (what.num_pages, size_, heads)
+    layers, dim = what.layers, what.head_dim
+    page = (what.num_pages, what.page_size, what.heads)
     as_shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 
     def of_arrays(shapes: Any, stacked: bool = False) -> tuple[Any, Any]:
@@ -114,10 +128,7 @@ def caches(what: Size) -> dict[str, Callable[[], tuple[Any, Any]]]:
         return jaxkv.HostPool.create(spec, num_pages=what.num_pages), arrays
 
     def baseline(layers: int = layers) -> tuple[Any, Any]:
-        spec = jaxkv.KVCacheSpec(
-            num_layers=layers, page_size=size_, num_kv_heads=heads, head_dim=dim,
-            dtype=jnp.bfloat16,
-        )  # fmt: skip
+        spec = what.spec(layers)
         cache = randomized(jaxkv.DeviceCache.create(spec, num_pages=what.num_pages))
         return jaxkv.HostPool.create(spec, num_pages=what.num_pages), cache
 
@@ -142,18 +153,13 @@ def caches(what: Size) -> dict[str, Callable[[], tuple[Any, Any]]]:
     }
 
 
-def compare(what: Size, method: Method) -> dict[str, timing.Samples[str]]:
+def compare(cases: Mapping[str, Case], method: Method) -> dict[str, timing.Samples[str]]:
     """Seconds per call in every round, by direction and cache."""
-    cases: dict[str, Case] = {}
-    for name, make in caches(what).items():
-        cases[name] = Case(*make(), what, method)
-        cases[name].verify()
+    programs = {name: case.programs(method) for name, case in cases.items()}
     samples = {}
     for direction in DIRECTIONS:
-        runs = {name: sampler(case.programs[direction]) for name, case in cases.items()}
+        runs = {name: sampler(by_way[direction]) for name, by_way in programs.items()}
         samples[direction] = timing.compare(runs, ROUNDS, warmup=1)
-    for case in cases.values():
-        case.close()
     return samples
 
 
@@ -172,10 +178,11 @@ def sampler(program: Program) -> Callable[[], float]:
 
 
 def measure(results: Results, flags: Flags) -> None:
-    what = QUICK if flags.quick else FULL
+    what = QUICK if flags.quick else FULL.as_memory_allows()
+    cases = {name: Case(*make(), what) for name, make in caches(what).items()}
     # "pallas" supports neither stacked arrays nor blocks of several sizes.
     for method in implementations(without="pallas"):
-        for direction, samples in compare(what, method).items():
+        for direction, samples in compare(cases, method).items():
             for cache in samples:
                 case = f"{direction}, {what.copied} pages, {cache}, {method}"
                 milliseconds = samples.median(cache) * 1e3
@@ -184,6 +191,8 @@ def measure(results: Results, flags: Flags) -> None:
                     ratio = samples.ratio(cache, BASELINE)
                     name, want = f"time relative to {BASELINE}", ("<=", MOST_RATIO[cache])
                     results.row(case, name, "ratio", ratio, want=want)
+    for made in cases.values():
+        made.close()
 
 
 main = benchmark("array_caches", __doc__, measure)

@@ -10,6 +10,9 @@ complete.
 Then `load_pages` of one page in 80 layers: host time per call, relative to the same program without
 the copy. The two alternate.
 
+The arrays are no larger than the copied blocks: host time depends on the number of addresses that
+are submitted, not on the memory around them. `bench.transfer` measures bandwidth.
+
 Creating the ids of a call, a `HostIdPair` or two `HostIds`, is host time of a step, too. It is
 timed separately from calls.
 """

@@ -60,16 +60,19 @@ def test_copies_are_verified(made, fault, direction):
 
 
 @pytest.mark.parametrize(
-    ("host", "limit", "in_use", "expected"),
-    [(256, 96, 0, 32), (256, 48, 12, 24), (40, 96, 0, 20), (2, 96, 0, 4)],
-)
-def test_size_follows_from_free_memory(monkeypatch, host, limit, in_use, expected):
+    ("host", "limit", "in_use", "number", "expected"),
+    [
+        (256, 96, 0, 1, 32), (256, 48, 12, 1, 24), (40, 96, 0, 1, 20), (2, 96, 0, 1, 4),
+        (256, 48, 0, 4, 8), (120, 144, 0, 6, 10),
+    ],
+)  # fmt: skip
+def test_size_follows_from_free_memory(monkeypatch, host, limit, in_use, number, expected):
     stats = {"bytes_limit": limit * GIB, "bytes_in_use": in_use * GIB}
     device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(pools.host_memory, "_mem_available", lambda: host * GIB)
     monkeypatch.setattr(pools.host_memory, "_cgroup_limits", list)
-    assert pools.pool_bytes(4 * GIB) == expected * GIB
+    assert pools.pool_bytes(4 * GIB, number) == expected * GIB
 
 
 def test_copy_that_was_done_before_is_verified_again(made):

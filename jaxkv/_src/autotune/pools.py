@@ -25,11 +25,12 @@ FILLERS = 8
 SAMPLED, COMPARED_BYTES = 1024, 16 << 20
 
 
-def pool_bytes(at_least: int) -> int:
+def pool_bytes(at_least: int, number: int = 1) -> int:
     """Bytes of a pool: at most 32 GiB, half of the free host memory, two thirds of the free HBM.
 
     Args:
       at_least: lower limit, and the result without a GPU; twice the copied blocks will do.
+      number: of pools, and of arrays in HBM, that share the free memory.
     """
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform == "gpu" else None
@@ -37,7 +38,7 @@ def pool_bytes(at_least: int) -> int:
         return at_least
     in_hbm = (stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * 2 // 3
     _, on_host = host_memory.least_available()
-    return max(at_least, min(WANTED_BYTES, in_hbm, on_host // 2))
+    return max(at_least, min(WANTED_BYTES, in_hbm // number, on_host // 2 // number))
 
 
 class Pools:
