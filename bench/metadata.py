@@ -4,7 +4,10 @@
   GPU time (the sum of the durations of its kernels, from a profile), and wall clock time of a call.
   Host baseline, where implemented here: wall clock time until its arrays, in one upload, are on the
   device.
-- `flex.update` of the metadata of the previous step, in which each row has one token less.
+- `flex.update` of the metadata of the previous step, in which each row has one token less, for two
+  sizes of batches; baseline of its GPU time: `flex.build` of the same batch.
+- Host time of `BatchMetadata.from_host` with a scheduler's padded block table, the largest input of
+  a step.
 - A decode step of 64 requests with all metadata of its attention: with precomputed metadata,
   with metadata built in the step from the batch that the previous step left on the device, and with
   metadata built on the host before the step. Each step ends with its tokens on the host, as in an
@@ -16,7 +19,8 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +40,9 @@ NUM_BLOCKS = 65536  # of the cache
 TREE = metadata.tree.tree_attn_bias([(0,), (0, 0), (0, 1), (1,), (1, 0)])
 CHUNK = 1024  # of local attention
 ROWS, TOKENS = 256, 8192
-WANTED_US, WANTED_UPDATE_US = 50, 25
+WANTED_US = 50
+WANTED_UPDATE_US = {(ROWS, TOKENS): 25, (1024, 16384): 45}  # by rows and tokens
+TABLE, WANTED_TABLE_US = (1024, 2048), 1000  # rows and blocks per row of `from_host`
 UPDATES = 64  # steps of the same requests
 STEP_REQUESTS = 64
 
@@ -143,7 +149,7 @@ def until_ready(call: Callable[[], Any]) -> timing.Figure:
 
 def updates(batch: BatchMetadata) -> Callable[[], Any]:
     """Each call updates the metadata of the previous call, whose map of blocks it overwrites."""
-    longest = batch.max_blocks * BLOCK_SIZE
+    longest = (batch.block_table > 0).sum(axis=1) * BLOCK_SIZE
     grown = [jnp.minimum(batch.seq_lens + i, longest) for i in range(1, UPDATES + 1)]
     batches = itertools.cycle([dataclasses.replace(batch, seq_lens=lens) for lens in grown])
     build = jax.jit(functools.partial(metadata.flex.build, num_blocks=NUM_BLOCKS, updatable=True))
@@ -170,10 +176,6 @@ def updates(batch: BatchMetadata) -> Callable[[], Any]:
 def measure_builders(results: Results, quick: bool) -> None:
     on_host = make_batch(ROWS, TOKENS)
     batch = jax.device_put(on_host)
-    update = updates(batch)
-    case = f"flex.update, {ROWS} rows, {TOKENS} tokens"
-    results.row(case, LATENCY, "us", until_ready(update))
-    add_kernels(results, case, update, WANTED_UPDATE_US)
     for name, builder in [*BUILDERS.items()][: QUICK_BUILDERS if quick else None]:
         build = functools.partial(jax.jit(builder.build), batch)
         latency, baselines = until_ready(build), {}
@@ -184,10 +186,53 @@ def measure_builders(results: Results, quick: bool) -> None:
         add_kernels(results, case, build, WANTED_US)
 
 
-def add_kernels(results: Results, case: str, call: Callable[[], Any], wanted_us: float) -> None:
+def measure_updates(results: Results, quick: bool) -> None:
+    build = jax.jit(BUILDERS["flex"].build)
+    for (rows, tokens), wanted in [*WANTED_UPDATE_US.items()][: 1 if quick else None]:
+        batch = jax.device_put(make_batch(rows, tokens))
+        update, case = updates(batch), f"flex.update, {rows} rows, {tokens} tokens"
+        results.row(case, LATENCY, "us", until_ready(update))
+        built = profiler.profile(functools.partial(build, batch))
+        baselines = {"flex.build": built.busy * 1e6} if built else {}
+        add_kernels(results, case, update, wanted, baselines)
+
+
+def add_kernels(
+    results: Results,
+    case: str,
+    call: Callable[[], Any],
+    wanted_us: float,
+    baselines: Mapping[str, float] = MappingProxyType({}),
+) -> None:
     if ran := profiler.profile(call):
         results.row(case, "kernels", "kernels", ran.number)
-        results.row(case, "GPU time", "us", ran.busy * 1e6, want=("<=", wanted_us))
+        results.row(case, "GPU time", "us", ran.busy * 1e6, None, baselines, ("<=", wanted_us))
+
+
+def measure_tables(results: Results, rounds: int) -> None:
+    """Host time of a batch from a padded block table, whose rows use random parts of it."""
+    rows, width = TABLE
+    rng = np.random.default_rng(0)
+    used = rng.integers(1, width + 1, rows)
+    table = rng.integers(1, NUM_BLOCKS, TABLE) * (np.arange(width) < used[:, None])
+
+    def seconds(table: np.ndarray) -> float:
+        start = time.perf_counter()
+        BatchMetadata.from_host(
+            np.ones(rows, np.int64),
+            used * BLOCK_SIZE,
+            table,
+            max_num_reqs=rows,
+            max_num_tokens=rows,
+            max_blocks=width,
+            block_size=BLOCK_SIZE,
+        )
+        return time.perf_counter() - start
+
+    runs = {kind: functools.partial(seconds, table.astype(kind)) for kind in ("int32", "int64")}
+    for kind, taken in timing.compare(runs, rounds, warmup=1).medians(1e6).items():
+        case = f"BatchMetadata.from_host, table of {rows} x {width} blocks as {kind}"
+        results.row(case, "host time", "us", taken, want=("<=", WANTED_TABLE_US))
 
 
 def _put(build: Callable[[BatchMetadata], Any], batch: BatchMetadata) -> Any:
@@ -285,7 +330,9 @@ def measure_step(results: Results, quick: bool) -> None:
 
 
 def measure(results: Results, flags: Flags) -> None:
+    measure_updates(results, flags.quick)
     measure_builders(results, flags.quick)
+    measure_tables(results, rounds=9 if flags.quick else 100)
     measure_step(results, flags.quick)
 
 

@@ -80,7 +80,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "gains": gains.gains,
     "metadata": Table(
         "metadata",
-        r"(?P<case>.*, 256 rows, 8192 tokens|decode step.*)",
+        r"(?P<case>.*, 256 rows, 8192 tokens|flex\.update, .*|decode step.*)",
         ("case",),
         {
             "kernels": value("kernels"),
