@@ -61,6 +61,7 @@ from jaxkv._src.autotune.pools import Pools, pool_bytes
 LINK_FIVE_MILLISECONDS = 250_000_000  # bytes
 MAX_COPIES = 8  # of a program
 MANY = 10_000  # blocks of the main comparison, if `max_bytes` allows
+COUNTS = (1, 64, 1024, 50_000)  # of some sizes
 CHAIN_SECONDS, ROUNDS, IDLE_CALLS = 0.04, 9, 5
 LIMIT_SECONDS = 400  # after that only the main comparison is measured
 SAME_SMS = Method("kernel", DEVICE_IDS, 12)  # as many as Triton has
@@ -82,15 +83,14 @@ class Grid(NamedTuple):
     Attributes:
       blocks: bytes of a block, measured with `many` of them.
       many: blocks of the main comparison.
-      counted: sizes that are also measured with `counts` blocks.
+      counts: other numbers of blocks, by size.
       max_bytes: limit of one copy; reduces `many` for large blocks.
       peak_bytes: size of the contiguous copy.
     """
 
     blocks: tuple[int, ...]
     many: int
-    counted: tuple[int, ...]
-    counts: tuple[int, ...]
+    counts: Mapping[int, Sequence[int]]
     max_bytes: int
     peak_bytes: int
 
@@ -99,19 +99,19 @@ class Grid(NamedTuple):
 
     def counts_of(self, block_bytes: int) -> list[int]:
         limit = self.max_bytes // block_bytes
-        others = [n for n in self.counts if block_bytes in self.counted and n <= limit]
+        others = [n for n in self.counts.get(block_bytes, ()) if n <= limit]
         return sorted({self.many_of(block_bytes), *others})
 
 
 FULL = Grid(
     blocks=(512, *(KIB * k for k in (1, 2, 4, 8, 16, 24, 64, 256, 1024))),
     many=MANY,
-    counted=tuple(KIB * k for k in (1, 8, 24, 64)),
-    counts=(1, 64, 1024, 50_000),
+    # 4,096 HostIds: the most that every thread block reads from host memory.
+    counts={KIB: (*COUNTS, 4096), **dict.fromkeys((8 * KIB, 24 * KIB, 64 * KIB), COUNTS)},
     max_bytes=2 << 30,
     peak_bytes=1 << 30,
 )
-QUICK = Grid((8 * KIB,), 64, (8 * KIB,), (1,), 1 << 20, 1 << 20)
+QUICK = Grid((8 * KIB,), 64, {8 * KIB: (1,)}, 1 << 20, 1 << 20)
 
 
 def copies_of(nbytes: int) -> int:

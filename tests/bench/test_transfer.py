@@ -205,10 +205,11 @@ def test_small_batches_compare_each_choice_with_the_better_baseline(monkeypatch,
 
 
 def test_grid_counts_above_max_bytes_are_reduced():
-    grid = transfer.Grid((KIB, 4 * KIB, 8 * KIB), 100, (8 * KIB,), (1,), 1 << 20, 1 << 20)
+    grid = transfer.Grid((KIB, 4 * KIB, 8 * KIB), 100, {8 * KIB: (1,)}, 1 << 20, 1 << 20)
     assert grid.counts_of(KIB) == [100] and grid.counts_of(8 * KIB) == [1, 100]
     assert grid.counts_of(64 * KIB) == [16]
     assert 50_000 in transfer.FULL.counts_of(24 * KIB)
+    assert 4096 in transfer.FULL.counts_of(KIB)
 
 
 def test_triton_answer_has_samples_by_direction(monkeypatch):
