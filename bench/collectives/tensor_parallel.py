@@ -6,7 +6,7 @@ Attention reads a short KV cache. The step is timed with `jaxkv.all_reduce`, wit
 and without all-reduces: a lower bound of the step time, with wrong results. The three alternate.
 Calls follow each other without waits, as in an engine that schedules ahead; each is donated the
 activations of the previous one. Chains are long enough to hide the launch latency of the first
-step.
+step. Last, the host time to lower a program with as many all-reduces as a large model has.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from bench.harness.records import Results
 AXIS = "tp"
 JAXKV, PSUM, NO_ALL_REDUCE = "jaxkv", "psum", "no all-reduce"
 WANTED = 0.85
+LOWERED, BETWEEN, WANTED_LOWERING_MS = 320, 14, 250  # all-reduces, operations between two of them
 Reduce = Callable[[jax.Array], jax.Array]
 Step = Callable[[jax.Array, Any], jax.Array]  # (activations, caches) -> activations
 TOLERANCE = 0.05  # relative to the norm: different summation order, rounding to bf16 in every layer
@@ -178,6 +179,7 @@ def measure_batches(results: Results, stack: Stack, batches: Sequence[int]) -> N
             memory.check_errors()
             record(results, stack, batch, samples)
             print(jaxkv.explain(jaxkv.all_reduce, memory, message, AXIS), flush=True)
+        measure_lowering(results, stack, reductions)
 
 
 def samples_of(stack: Stack, steps: dict[str, Step], batch: int) -> timing.Samples[str]:
@@ -230,6 +232,28 @@ def record(results: Results, stack: Stack, batch: int, samples: timing.Samples[s
 def measure(results: Results, world: int, flags: Flags) -> None:
     stack = Stack(MODEL if on_gpu() else SMALL, world)
     measure_batches(results, stack, (16,) if flags.quick or not on_gpu() else (1, 4, 16, 64))
+
+
+def measure_lowering(results: Results, stack: Stack, reductions: dict[str, Reduce]) -> None:
+    """Host time from a traced program to its module: no device takes part."""
+
+    def seconds(reduce: Reduce) -> float:
+        def run(x: jax.Array) -> jax.Array:
+            for _ in range(LOWERED):
+                x = functools.reduce(lambda y, _: y * 0.5, range(BETWEEN), reduce(x))
+            return x
+
+        mapped = jax.shard_map(run, mesh=stack.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((1, stack.model.hidden), jnp.bfloat16))
+        start = time.perf_counter()
+        traced.lower()
+        return time.perf_counter() - start
+
+    runs = {name: functools.partial(seconds, reductions[name]) for name in (JAXKV, PSUM)}
+    milliseconds = timing.compare(runs, 9 if on_gpu() else 2, warmup=1).medians(1e3)
+    own, want = milliseconds.pop(JAXKV), ("<=", WANTED_LOWERING_MS)
+    case = f"{stack.world} devices, {LOWERED} all-reduces in a program"
+    results.row(case, "lowering", "ms", own, None, milliseconds, want)
 
 
 def device_count(flags: Flags) -> int:
