@@ -2,7 +2,6 @@
 
 import functools
 import gc
-from collections import deque
 from functools import partial
 
 import jax
@@ -91,9 +90,8 @@ def run(engine, requests, max_steps=2000, until=lambda: False):
     for request in requests:
         engine.submit(request)
     for _ in range(max_steps):
-        if not engine.busy or until():
-            break
-        engine.step()
+        if engine.busy and not until():
+            engine.step()
     jaxkv.check_errors(engine.state)
     assert all(request.finished for request in requests)
     return [request.answer for request in requests]
@@ -393,8 +391,7 @@ def test_an_exception_of_a_callback_ends_its_request_only(callback):
 
 
 def test_requests_pass_one_whose_blocks_are_being_read_from_a_tier():
-    first, second = requests()[:2]
-    engine = make_engine()
+    engine, (first, second) = make_engine(), requests()[:2]
     engine.submit(first)
     first.prefetch = jaxkv.OffloadPrefetch(tuple(first.keys))
     assert run(engine, [second], until=lambda: second.finished) == [expected()[1]]
