@@ -90,9 +90,7 @@ def table(machine, monkeypatch, tmp_path):
     monkeypatch.setenv(copy_lookup.VARIABLE, str(path))
 
 
-# ---------------------------------------------------------------------------------------------
-# Choice
-
+# --- Choice
 
 MIB = 1 << 20
 
@@ -101,7 +99,8 @@ MIB = 1 << 20
     "run_bytes, count, on_host, expected",
     [
         (1, 1, False, ("kernel", 12)),
-        (1, 1, True, ("kernel", 12)),
+        (1, 4, True, ("dma", 0)),
+        (1, 5, True, ("kernel", 12)),
         (8064, 1000, False, ("kernel", 12)),  # a run too short by one unit of 128
         (8192, 127, False, ("kernel", 12)),  # a payload too small by one block
         (8192, 128, False, ("pallas", 4)),
@@ -193,8 +192,7 @@ def test_word_width(head_dim, word_bytes):
     assert dispatch._size(copy, ids).word_bytes == word_bytes
 
 
-# ---------------------------------------------------------------------------------------------
-# Machines
+# --- Machines
 
 
 def test_unknown_device_kind_uses_the_default_table(machine):
@@ -280,8 +278,7 @@ def test_unsupported_implementations_are_never_selected(
         assert f"\n  not {name}: {reason}" in chosen.text
 
 
-# ---------------------------------------------------------------------------------------------
-# Messages
+# --- Messages
 
 
 def test_explain_reports_rates_and_source(table):
@@ -318,8 +315,15 @@ def test_explain_uses_overlapped_rules_for_starts(table, name, sms):
     assert text.startswith(f"{name}: kernel (") and f"on {sms} SMs" in text
 
 
+def test_explain_reports_the_latency_of_few_descriptors(table):
+    first, *others = swap("store", 8192, 4, on_host=True).text.splitlines()
+    assert first == "swap_blocks: dma (lowest latency of up to 4 descriptors)"
+    assert others[0] == "  not kernel: higher latency, on 6 SMs"
+    assert swap("store", 8192, 4, on_host=True, overlapped=True).implementation == "kernel"
+
+
 def test_explain_without_measurements_reports_rank(table):
-    lines = swap("store", 8192, 1, on_host=True).text.splitlines()
+    lines = swap("store", 8192, 5, on_host=True).text.splitlines()
     assert "  not dma: lower rank in the table" in lines
 
 
@@ -333,8 +337,7 @@ def test_unknown_implementation_is_rejected(operation):
             jaxkv.swap_blocks((), (), [], [], implementation=name)
 
 
-# ---------------------------------------------------------------------------------------------
-# Forced
+# --- Forced
 
 
 def test_forced_implementation_applies_to_open_calls_in_the_context(table):
@@ -359,8 +362,7 @@ def test_invalid_forced_implementation_is_rejected(name, num_sms):
         pass
 
 
-# ---------------------------------------------------------------------------------------------
-# Pallas, through the public API
+# --- Pallas, through the public API
 
 
 @pytest.mark.sanitizer

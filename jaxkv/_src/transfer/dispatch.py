@@ -28,6 +28,9 @@ from jaxkv._src.tuning.hardware import Hardware, hardware_of
 # milliseconds per step. The kernel is hardly slower, and its host time does not depend on the
 # number of pages.
 MAX_DESCRIPTORS = 4096
+# In a step, the copy engine then needs 6 to 10 us and the kernel 9 to 11 (`small_batches` of
+# bench/transfer.py). The tuning tables are of copies that follow one another.
+FEW_DESCRIPTORS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,29 +82,41 @@ def select_implementation(
     situation = "overlapped" if overlapped else _direction(copy)
     rule = table.rule(situation, _size(copy, ids))
     ranked = _ranked(rule, copy_lookup.default_table().rule(situation, rule.minima))
-    supported = [candidate for candidate in ranked if candidate.implementation not in unsupported]
-    if requested:
-        chosen = next(candidate for candidate in ranked if candidate.implementation == requested)
-    elif supported:
-        chosen = supported[0]
-    else:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in unsupported.items())
-        raise NotImplementedError(
-            f"{copy.operation}: no implementation supports this call: {reasons}"
-        )
+    few = requested is None and _has_few_descriptors(copy, ids, unsupported, overlapped)
+    chosen = _best(copy, ranked, unsupported, "dma" if few else requested)
     if forced and chosen.num_sms and forced.num_sms != chosen.num_sms:
         chosen = Candidate(chosen.implementation, forced.num_sms)
     elif chosen.implementation == "pallas" and machine.platform == "cpu":
         chosen = Candidate("pallas", 1)  # the interpreter takes seconds per SM
-    reason = "requested" if requested else "best supported"
+    reason, against = "best supported", None
+    if requested:
+        reason, against = "requested", "another implementation was requested"
+    elif few:
+        reason = f"lowest latency of up to {FEW_DESCRIPTORS} descriptors"
+        against = "higher latency"
     if chosen.implementation == "xla":
         if not requested:
             reason = f"fallback: the platform is {machine.platform}, which has no CUDA handlers"
         if overlapped:
             reason += "; not overlapped: the copy is complete at its start"
-    text = _explain(copy, chosen, ranked, unsupported, reason, rule.measured)
+    text = _explain(copy, chosen, ranked, unsupported, (reason, against), rule.measured)
     basis = f"  by {table.source}: {situation}, {_from_text(rule.minima)}"
     return Selection(chosen.implementation, chosen.num_sms, f"{text}\n{basis}")
+
+
+def _best(
+    copy: BlockCopy,
+    ranked: list[Candidate],
+    unsupported: dict[Implementation, str],
+    wanted: Implementation | None,
+) -> Candidate:
+    """The wanted implementation, or the first one that supports the call."""
+    for candidate in ranked:
+        name = candidate.implementation
+        if name == wanted or (wanted is None and name not in unsupported):
+            return candidate
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in unsupported.items())
+    raise NotImplementedError(f"{copy.operation}: no implementation supports this call: {reasons}")
 
 
 def check_implementation_name(
@@ -209,6 +224,15 @@ def _xla_unsupported_reason(
     return None
 
 
+def _has_few_descriptors(
+    copy: BlockCopy, ids: IdPair, unsupported: dict[Implementation, str], overlapped: bool
+) -> bool:
+    """Whether the copy engine has the lowest latency; asynchronous copies hide it."""
+    if overlapped or "dma" in unsupported or _direction(copy) == "device":
+        return False
+    return _descriptors(copy, ids) <= FEW_DESCRIPTORS
+
+
 def _descriptors(copy: BlockCopy, ids: IdPair) -> int:
     """Upper bound of the descriptors; the ids, which allow merging, are not known yet."""
     runs = copy.geometry.block_bytes // copy.geometry.run_bytes
@@ -285,26 +309,27 @@ def _explain(
     chosen: Candidate,
     ranked: list[Candidate],
     unsupported: dict[Implementation, str],
-    reason: str,
+    reasons: tuple[str, str | None],
     measured: CopySize | None,
 ) -> str:
+    reason, reason_against = reasons
     details = ", ".join(filter(None, (reason, _figures(chosen, measured))))
     lines = [f"{copy.operation}: {chosen.implementation} ({details})"]
     by_name = {candidate.implementation: candidate for candidate in ranked}
     for name in IMPLEMENTATIONS:
         if name != chosen.implementation:
             against = unsupported.get(name) or _comparison(
-                chosen, by_name[name], reason.startswith("requested"), measured
+                chosen, by_name[name], reason_against, measured
             )
             lines.append(f"  not {name}: {against}")
     return "\n".join(lines)
 
 
 def _comparison(
-    chosen: Candidate, other: Candidate, requested: bool, measured: CopySize | None
+    chosen: Candidate, other: Candidate, reason: str | None, measured: CopySize | None
 ) -> str:
-    if requested:
-        reason = "another implementation was requested"
+    if reason:
+        pass
     elif measured is None or other.gb_per_s is None or chosen.gb_per_s is None:
         reason = "lower rank in the table"
     elif other.gb_per_s <= chosen.gb_per_s:
