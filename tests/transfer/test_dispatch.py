@@ -109,7 +109,6 @@ MIB = 1 << 20
         (8208, 1000, False, ("kernel", 12)),  # no multiple of 128: unsupported by Pallas
         (65408, 1000, True, ("pallas", 4)),
         (65536, 1, False, ("kernel", 8)),  # device ids
-        (65536, 1, True, ("dma", 0)),
         (65536, 15, False, ("kernel", 8)),
         (65536, 16, False, ("pallas", 2)),
         (65536, 16, True, ("dma", 0)),
@@ -335,9 +334,6 @@ def test_unknown_implementation_is_rejected(operation):
             swap("device", 64, 1, implementation=name)
         else:
             jaxkv.swap_blocks((), (), [], [], implementation=name)
-
-
-# --- Forced
 
 
 def test_forced_implementation_applies_to_open_calls_in_the_context(table):
