@@ -5,16 +5,14 @@ several processes share the GPU. `--multigpu` runs the multi-GPU tests instead. 
 code.
 """
 
-import argparse
 import collections
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 
 import pytest
 
-from bench.harness.records import REPOSITORY, Results
+from bench.harness.records import REPOSITORY, Results, arguments
 from jaxkv._src.environment import report as environment_report
 
 NOT_ON_A_GPU = 2  # exit code; pytest's own for "interrupted", never for "passed"
@@ -93,27 +91,21 @@ def run(*runs: Sequence[str]) -> tuple[Outcomes, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--multigpu", action="store_true", help="only tests that need several GPUs")
-    parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
-    arguments = parser.parse_args(argv)
-
-    # Tests that start processes of their own need GPU memory too.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    several = {"action": "store_true", "help": "only tests that need several GPUs"}
+    flags = arguments(__doc__, argv, {"--multigpu": several})
     common = [str(REPOSITORY / "tests"), "--hypothesis-profile=brief"]
-    outcomes, code = run(*([*common, *only] for only in test_runs(arguments.multigpu)))
+    outcomes, code = run(*([*common, *only] for only in test_runs(flags.multigpu)))
 
     import jax  # not earlier: conftest.py configures JAX before its backend starts
 
     if jax.default_backend() != "gpu":
         print(f"nothing recorded: JAX ran on {jax.default_backend()}, not on a GPU")
         return code or NOT_ON_A_GPU
-    name = f"multigpu_test_{jax.device_count()}" if arguments.multigpu else "gpu_test"
-    results = Results(name)
+    results = Results(f"multigpu_test_{jax.device_count()}" if flags.multigpu else "gpu_test")
     outcomes.write_to(results, code)
     for (file, reason), number in sorted(outcomes.skips.items()):
         print(f"skipped {number} of {file}: {reason}")
-    results.save(arguments.out)
+    results.save(flags.out)
     return code
 
 

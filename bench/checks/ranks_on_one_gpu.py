@@ -10,18 +10,16 @@ compute-sanitizer. Exits with 0 only if everything ran and was right.
 `build/ranks_on_one_gpu` there.
 """
 
-import argparse
 import collections
 import json
 import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from bench.checks.memcheck import TOOL, memory_errors
+from bench.checks.sanitizer import MEMCHECK, memory_errors, run
+from bench.harness.main import Flags, benchmark
 from bench.harness.records import Results
 from tests.util.native_program import build_for_gpu
 
@@ -34,7 +32,7 @@ SOURCES = (
 RANKS = (2, 4, 6, 8)
 ABSENT = ("rank absent", "rank stops")  # checks without one of the ranks
 LIMIT_S = 900  # of a run; the program itself ends after ten minutes
-MEMCHECK = (TOOL, "--tool", "memcheck", "--report-api-errors", "no")
+COMPILE = {"metavar": "ARCHITECTURE", "help": "only compile"}
 
 
 class Variant(NamedTuple):
@@ -70,8 +68,8 @@ def lines_of(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
 
 
-def record(results: Results, outputs: dict[str, str]) -> bool:
-    """Rows and checks from the output of each variant that ran; whether all are met."""
+def record(results: Results, outputs: dict[str, str]) -> None:
+    """Rows and checks from the output of each variant that ran."""
     wrong: collections.Counter[tuple[int, bool]] = collections.Counter()
     calls: collections.Counter[tuple[int, bool]] = collections.Counter()
     for name, output in outputs.items():
@@ -82,64 +80,42 @@ def record(results: Results, outputs: dict[str, str]) -> bool:
             key = line["ranks"], line["check"] in ABSENT
             calls[key] += line["calls"]
             wrong[key] += line["wrong"]
-    checks = []
     for ranks in RANKS:
         for absent, what in (
             (False, "wrong values"),
             (True, "ranks that do not name the absent one, or return a sum"),
         ):
             got = wrong[ranks, absent] if calls[ranks, absent] else None
-            checks.append(results.check(f"{what}, {ranks} ranks", got, "==", 0, "count"))
+            results.check(f"{what}, {ranks} ranks", got, "==", 0, "count")
     complete = sum({line["ranks"] for line in lines_of(o)} == {*RANKS} for o in outputs.values())
-    checks += [
-        results.check("complete runs of three", complete, "==", len(VARIANTS), "runs"),
-        results.check(
-            "memory errors", memory_errors(outputs.get("memcheck", "")), "==", 0, "errors"
-        ),
-    ]
-    return all(check.met for check in checks)
+    results.check("complete runs of three", complete, "==", len(VARIANTS), "runs")
+    errors = memory_errors(outputs.get("memcheck", ""))
+    results.check("memory errors", errors, "==", 0, "errors")
 
 
-def run(variant: Variant, architecture: str) -> str:
-    """The output of one variant, also if it fails."""
-    command = [*variant.before, build(variant, architecture), *variant.arguments]
-    try:
-        ran = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=LIMIT_S, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as expired:
-        return (expired.stdout or b"").decode(errors="replace")
-    return ran.stdout
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
-    parser.add_argument("--compile", metavar="ARCHITECTURE", help="only compile")
-    flags = parser.parse_args(argv)
+def measure(results: Results, flags: Flags) -> None:
     if flags.compile:
         for variant in VARIANTS:
             print(build(variant, flags.compile))
-        return 0
+        sys.exit()
     device = jax.local_devices()[0]
     if device.platform != "gpu":
-        print(f"needs a GPU, JAX runs on {device.platform}", file=sys.stderr)
-        return 2
+        sys.exit(f"needs a GPU, JAX runs on {device.platform}")
     outputs = {}
     for variant in VARIANTS:
         if variant.before and not shutil.which(variant.before[0]):
             print(f"{variant.before[0]} is not on PATH: {variant.name} is not run")
             continue
-        outputs[variant.name] = run(variant, architecture_of(device))
-        print(f"== {variant.name}\n{outputs[variant.name]}", flush=True)
-    results = Results("ranks_on_one_gpu")
-    met = record(results, outputs)
-    results.save(flags.out)
-    return 0 if met else 1
+        print(f"== {variant.name}", flush=True)
+        program = build(variant, architecture_of(device))
+        command = (*variant.before, program, *variant.arguments)
+        outputs[variant.name], _ = run(command, limit_s=LIMIT_S)
+    record(results, outputs)
 
+
+main = benchmark(
+    "ranks_on_one_gpu", __doc__, measure, options={"--compile": COMPILE}, needs_gpu=False
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -216,8 +216,8 @@ class Results:
 
     @property
     def exit_code(self) -> int:
-        """1 if a check failed."""
-        return int(any(check.met is False for check in self.checks))
+        """1 if a check is not met, or not measured."""
+        return int(any(check.met is not True for check in self.checks))
 
     def to_json(self) -> dict[str, Any]:
         commit, dirty = revision()

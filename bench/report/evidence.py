@@ -8,10 +8,9 @@ between
     <!-- end -->
 
 with the table of that name in `bench.report.catalog`. `--check` writes nothing, and fails if a
-document is out of date, or a record stale and not pending (`bench.report.staleness`), or a check of
-a record that is not pending not met, or a second run a copy or not of the first one's code
-(`bench.report.second_run`); plots are not compared, as their bytes differ between matplotlib
-versions.
+document is out of date, or a record stale and not pending, or a second run a copy or not of the
+first one's code (`bench.report.staleness`), or a check of a record that is not pending not met;
+plots are not compared, as their bytes differ between matplotlib versions.
 """
 
 import argparse
@@ -21,7 +20,7 @@ import sys
 from collections.abc import Container, Sequence
 
 from bench.harness.records import REPOSITORY, SECOND_RUN, File, read
-from bench.report import plots, second_run, staleness
+from bench.report import plots, staleness
 from bench.report.catalog import TABLES
 from bench.report.tables import figures, verdict
 
@@ -113,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outdated += staleness.failures(files, pending)
         again = read(folder=SECOND_RUN)
         outdated += failed_checks(files, pending) + failed_checks(again, pending, SECOND_RUN)
-        outdated += second_run.failures(files, again)
+        outdated += staleness.second_run_failures(files, again)
     for path in DOCUMENTS:
         before = path.read_text()
         after = regenerate(before, files)

@@ -11,14 +11,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from bench.harness.records import HOST, File, Row, Target
-from bench.report import second_run, staleness
-from bench.report.second_run import Agreement
+from bench.harness.records import HOST, RESULTS, SECOND_RUN, File, Row, Target, read
+from bench.report import staleness
 
 NOT_MEASURED = "Not measured yet.\n"
 SEVERAL_GPUS, WORLDS = ("all_reduce", "multigpu_test", "tensor_parallel"), (2, 4, 8)
 Line = dict[tuple[str, str], Row]  # by metric and method
 Cell = Callable[[Line], str]
+Key = tuple[str, str]  # device and name of a record
+Differences = dict[str, tuple[Target | None, Target | None]]  # first and second run, by target
 RATE = "requests/s"
 
 
@@ -162,38 +163,56 @@ def checks(files: Sequence[File]) -> str:
     return table(("device", "benchmark", "condition", "required", "found", "result"), found)
 
 
-def met_by_all_runs(file: File, repeated: Mapping[tuple[str, str], Agreement]) -> list[bool | None]:
+def differences(files: Sequence[File]) -> dict[Key, Differences]:
+    """Of each record with a second run: targets and checks whose verdicts differ between the runs,
+    or that one of them lacks (None)."""
+    found: dict[Key, Differences] = {}
+    second = {(file.device, file.name): file for file in read(RESULTS, SECOND_RUN)}
+    for file in files:
+        if again := second.get((file.device, file.name)):
+            one, two = (
+                {target.name: target for target in (*run.targets, *run.checks)}
+                for run in (file, again)
+            )
+            pairs = {name: (one.get(name), two.get(name)) for name in {**one, **two}}
+            different = {name: pair for name, pair in pairs.items() if not _agree(*pair)}
+            found[file.device, file.name] = different
+    return found
+
+
+def _agree(one: Target | None, two: Target | None) -> bool:
+    return one is not None and two is not None and one.met == two.met
+
+
+def met_by_all_runs(file: File, repeated: Mapping[Key, Differences]) -> list[bool | None]:
     """Verdict of each target, None if not measured; met by only one of two runs is missed."""
-    again = repeated.get((file.device, file.name))
-    different = again.different if again else {}
+    different = repeated.get((file.device, file.name), {})
     return [target.met and target.name not in different for target in file.targets]
 
 
 def all_records(files: Sequence[File]) -> str:
     """One row per file: number of targets met, missed and not measured; checks that hold."""
-    rows, listed, repeated = [], staleness.pending(), second_run.agreements(files)
+    rows, listed, repeated = [], staleness.pending(), differences(files)
     for file in files:
         verdicts = met_by_all_runs(file, repeated)
         counts = [number(verdicts.count(met)) for met in (True, False, None)]
         hold = f"{sum(bool(check.met) for check in file.checks)} of {len(file.checks)}"
         why = listed.get(f"{file.device}/{file.name}", "-")
-        agree = str(repeated.get((file.device, file.name), "-"))
-        rows.append((file.device, file.name, *counts, hold, agree, file.revision, file.date, why))
+        rows.append((file.device, file.name, *counts, hold, file.revision, file.date, why))
     header = (
-        "device", "benchmark", "met", "missed", "not measured", "checks",
-        "verdicts that agree with a second run", "commit", "date",
-        "pending: why it was not measured again",
+        "device", "benchmark", "met", "missed", "not measured", "checks", "commit", "date",
+        "pending",
     )  # fmt: skip
     return table(header, rows)
 
 
 def disagreements(files: Sequence[File]) -> str:
     """Targets and checks with different verdicts in two runs."""
-    found = second_run.agreements(files)
+    found = differences(files)
     rows = [
         (*key, name, *("-" if one is None else f"{figures(one)[1]}, {verdict(one)}" for one in two))
-        for key, agreement in found.items()
-        for name, two in agreement.different.items()
+        for key, different in found.items()
+        for name, two in different.items()
     ]
     header = ("device", "benchmark", "quantity", "first run", "second run")
     if not rows:
@@ -218,7 +237,7 @@ def unmeasured(files: Sequence[File]) -> str:
 
 def targets_count(files: Sequence[File]) -> str:
     """How many are met, and of the records that are not pending."""
-    repeated, listed = second_run.agreements(files), staleness.pending()
+    repeated, listed = differences(files), staleness.pending()
     met, present = list[bool | None](), list[bool | None]()
     for file in files:
         verdicts = met_by_all_runs(file, repeated)

@@ -8,7 +8,7 @@ import pytest
 from bench.harness import blocks, peak_bandwidth, records
 from bench.harness.records import Results, Target
 from bench.harness.timing import Figure
-from bench.report import evidence, plots, second_run, staleness, tables
+from bench.report import evidence, plots, staleness, tables
 
 pytestmark = pytest.mark.host_only
 
@@ -165,8 +165,8 @@ def test_tables_of_saved_records_have_their_figures(saved):
         "| some_gpu | multigpu_test_2 | failed tests | == 0 tests | 2 tests | **fails** |"
     ]
     assert tables.all_records(files).splitlines()[2:] == [
-        f"| some_gpu | multigpu_test_2 | 0 | 0 | 0 | 0 of 1 | - | 012345678 | {date} | - |",
-        f"| some_gpu | transfer | 0 | 1 | 0 | 0 of 0 | - | 012345678 | {date} | - |",
+        f"| some_gpu | multigpu_test_2 | 0 | 0 | 0 | 0 of 1 | 012345678 | {date} | - |",
+        f"| some_gpu | transfer | 0 | 1 | 0 | 0 of 0 | 012345678 | {date} | - |",
     ]
     assert plots.markdown(files) == ("![transfer on some_gpu](plots/transfer_some_gpu.svg)\n")
 
@@ -270,7 +270,7 @@ def test_check_fails_for_a_check_of_a_second_run(tmp_path, monkeypatch, capsys):
     second = records.read(tmp_path)
     monkeypatch.setattr(evidence, "DOCUMENTS", [])
     monkeypatch.setattr(evidence, "read", lambda *, folder="": second if folder else [])
-    monkeypatch.setattr(second_run, "failures", lambda *_: [])
+    monkeypatch.setattr(staleness, "second_run_failures", lambda *_: [])
     monkeypatch.setattr(staleness, "pending", dict)
     assert evidence.main(["--check"]) == 1
     assert "gpu/second_run/fuzz: check " in capsys.readouterr().out
