@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from bench.collectives.soak import soak
 from jaxkv._src.collectives.all_reduce import Implementation
 from jaxkv._src.collectives.rendezvous import Rendezvous
 from jaxkv._src.runtime import native as runtime_native
 from jaxkv._src.tuning.all_reduce_table import VARIABLE, WORLD_SIZES, packaged_table
+from tests.collectives.soak import soak
 from tests.util import hooks
 from tests.util.expectations import raises, warns
 from tests.util.ranks import AXIS, late, on_ranks, sums

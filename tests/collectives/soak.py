@@ -1,4 +1,4 @@
-"""Soak test of all-reduce with exact checks: `python -m bench.collectives.soak --seconds 600`.
+"""Soak test of all-reduce with exact checks: `python -m tests.collectives.soak --seconds 600`.
 
 Programs of random calls (two communicators, all algorithms, dtypes, sizes from one element to the
 largest) run in random order on all devices; some ranks are delayed by a random time before a call.

@@ -1,4 +1,4 @@
-"""`bench.collectives.soak`: a complete run, and the exit at a wrong sum."""
+"""`tests.collectives.soak`: a complete run, and the exit at a wrong sum."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jaxkv
-from bench.collectives import soak
+from tests.collectives import soak
 from tests.util.ranks import mesh_of
 
 pytestmark = pytest.mark.multigpu
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multigpu
 def test_soak_of_two_seconds_is_exact():
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
-    command = [sys.executable, "-m", "bench.collectives.soak", "--seconds", "2"]
+    command = [sys.executable, "-m", "tests.collectives.soak", "--seconds", "2"]
     run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     count, words = run.stdout.split(maxsplit=1)
     assert int(count) > 20
