@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from bench.harness.records import File
-from bench.report import gains, plots, tables
+from bench.report import plots, tables
+from bench.report.gains import ALL_PAGES, ENGINES, LATENCY, REUSED, SGLANG, TPU_INFERENCE, gains
 from bench.report.tables import Cell, Line, Table, baseline, best, over, slashed, value, values
 
 ALL_REDUCE = r"(?P<n>\d+) devices, {}, (?P<b>\d+ \w+): (?P<m>{}) \((?P<ran>.*)\)"
@@ -42,6 +43,11 @@ def ran(line: Line, method: str) -> str:
     return cases[0].rpartition(" (")[2].removesuffix(")") if cases else "-"
 
 
+def engine_time(name: str) -> Cell:
+    """Stores reuse host memory, as in a pool."""
+    return baseline(LATENCY, name + REUSED, name, method="as chosen")
+
+
 def offload_trace(files: Sequence[File]) -> str:
     """One row per capacity and eviction policy: share of blocks found and written."""
 
@@ -76,8 +82,18 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     "checks": tables.checks,
     "demo": tables.demo,
     "disagreements": tables.disagreements,
-    "engines": gains.engines,
-    "gains": gains.gains,
+    "engines": Table(
+        "engines",
+        f"{ENGINES}, (?P<m>as chosen)",
+        ("pages",),
+        {
+            "jaxkv, ms": value(LATENCY, "as chosen"),
+            f"one device_put per page ({TPU_INFERENCE}), ms": engine_time(TPU_INFERENCE),
+            f"one device_put per page ({SGLANG}), ms": engine_time(SGLANG),
+            f"{ALL_PAGES}, ms": engine_time(ALL_PAGES),
+        },
+    ),
+    "gains": gains,
     "metadata": Table(
         "metadata",
         r"(?P<case>.*, 256 rows, 8192 tokens|flex\.update, .*|decode step.*)",
@@ -85,8 +101,8 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
         {
             "kernels": value("kernels"),
             "GPU time, us": value("GPU time"),
-            "latency (data available), us": value("latency (data available)"),
-            "on the host, us": baseline("latency (data available)"),
+            "latency (data available), us": value(LATENCY),
+            "on the host, us": baseline(LATENCY),
         },
     ),
     "offload_trace": offload_trace,
@@ -152,6 +168,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
     ),
     "sparse_decode": sparse_decode,
     "targets_count": tables.targets_count,
+    "serving_missed": partial(tables.missed, bench="serving"),
     "tensor_parallel": Table(
         "tensor_parallel",
         "(?P<step>.*)",

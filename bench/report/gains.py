@@ -1,111 +1,114 @@
-"""Tables of engines, and the README's table of gains."""
+"""The README's table of gains."""
 
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from bench.harness.records import File, Row
+from bench.harness.records import File
 from bench.harness.timing import Figure
-from bench.report.tables import RATE, lines, number, table
+from bench.report.tables import RATE, Line, lines, number, table
 
-ENGINES = r"(?P<pages>\w+, \d+ layers x \d+ pages of \d+ KiB), (?P<m>.+)"
+ENGINES = r"(?P<pages>\w+, \d+ layers x \d+ pages of \d+ KiB)"
 LATENCY, REUSED = "latency (data available)", ", host memory reused"
-PER_PAGE, ALL_PAGES = "one device_put per page", "one device_put of all pages"
-TPU_INFERENCE, SGLANG = "tpu-inference", "sglang-jax"
-DEVICE_PUT_PAGES = "one `device_put` per page"
-STEP_TIME, SYNCHRONOUS = "inter-token latency p50", "metadata on the host, no step ahead"
+TPU_INFERENCE, SGLANG, ALL_PAGES = "tpu-inference", "sglang-jax", "one device_put of all pages"
+QWEN3_8B = "Qwen3-8B shapes, bfloat16"
 
 
-def engine_rows(files: Sequence[File]) -> dict[tuple[str, ...], Row]:
-    """Rows with device ids, as the baselines have: as chosen, in older records the fastest."""
-    found = {}
-    for key, line in lines(files, "engines", ENGINES).items():
-        rows = {m: row for (metric, m), row in line.items() if metric == LATENCY}
-        with_ids = [row for m, row in rows.items() if m != "dma" and not m.endswith("HostIds")]
-        found[key] = rows.get("as chosen") or min(with_ids, key=lambda row: row.value)
-    return found
+class Gain(NamedTuple):
+    """Rows of the table: jaxkv's time in a benchmark, compared with baselines.
+
+    Attributes:
+      bench: the benchmark.
+      case: pattern of its cases; its groups fill `task` and `device`.
+      metric: a time in milliseconds, or a rate per second.
+      own: jaxkv's method.
+      task, model: columns of the table.
+      baselines: {text: names}; the fastest of the names, which are methods or baselines of the row.
+      method: pattern of the method, after that of the case.
+      device: column of the table.
+    """
+
+    bench: str
+    case: str
+    metric: str
+    own: str
+    task: str
+    model: str
+    baselines: dict[str, tuple[str, ...]]
+    method: str = ", (?P<m>.+)"
+    device: str = "{device}"
 
 
-def engine_time(row: Row, name: str) -> float:
-    """Milliseconds of a baseline; stores reuse host memory, as in a pool."""
-    return row.baselines.get(name + REUSED, row.baselines[name])
+GAINS = (
+    Gain(
+        "serving_ttft", r"qwen3-8b, (?P<c>\d+ tokens cached, \d+ new)", "TTFT p50", "jaxkv",
+        "time to first token, {0}", QWEN3_8B, {"recomputation": ("recompute",)},
+    ),
+    Gain(
+        "serving", "multi_turn, pages of 32", RATE, "jaxkv",
+        "multi-turn prompts, time per request at saturation", QWEN3_8B,
+        {"recomputation": ("recompute",), "one `device_put` per page": ("device_put",)},
+    ),
+    Gain(
+        "engines", ENGINES, LATENCY, "as chosen", "{0}", "MLA, latent of 512, bfloat16",
+        {
+            "one `device_put` per page ({name})": (TPU_INFERENCE, SGLANG),
+            "one `device_put` of all pages, staged in HBM": (ALL_PAGES,),
+        },
+    ),
+    Gain(
+        "overlap", "(?P<s>.*-bound.*)", "time per step", "as chosen", "{0} loaded in it",
+        "32 layers, bfloat16", {"load before the step": ("sequential",)}, ": (?P<m>.+)",
+    ),
+    Gain(
+        "serving_decode", "scenario, qwen3-0.6b", "inter-token latency p50", "in HBM",
+        "decode step of 32 requests", "Qwen3-0.6B shapes, bfloat16",
+        {"metadata on the host, no step ahead": ("host metadata",)},
+    ),
+    Gain(
+        "tensor_parallel", r"(?P<n>\d+) devices, .*(?P<b>batch 16)", "time per step", "",
+        "decode step, {1}", "Qwen3-8B shapes, 12 layers, bfloat16", {"`psum`": ("psum",)}, "",
+        "{0} x {device}",
+    ),
+)  # fmt: skip
 
 
-def engines(files: Sequence[File]) -> str:
-    names = (TPU_INFERENCE, SGLANG, ALL_PAGES)
-    headings = (f"{PER_PAGE} ({TPU_INFERENCE})", f"{PER_PAGE} ({SGLANG})", ALL_PAGES)
-    rows = [
-        (*key, number(row.value), *(number(engine_time(row, name)) for name in names))
-        for key, row in engine_rows(files).items()
-    ]
-    return table(("device", "pages", *(f"{name}, ms" for name in ("jaxkv", *headings))), rows)
+def milliseconds(line: Line, gain: Gain, name: str) -> float:
+    """Of a baseline or method; stores by `device_put` reuse host memory, as in a pool."""
+    row = line[gain.metric, gain.own]
+    others = {method: row.value for (metric, method), row in line.items() if metric == gain.metric}
+    others |= row.baselines
+    found = others.get(name + REUSED, others[name])
+    return 1e3 / found if row.unit == "1/s" else found
 
 
-def ratios(files: Sequence[File], bench: str, case: str) -> dict[tuple[str, ...], Figure]:
-    """Rows that have an error, by device, groups of the pattern and method."""
-    return {
-        (*key, m): Figure(row.value, row.error)
-        for key, line in lines(files, bench, case).items()
-        for (_, m), row in line.items()
-        if row.error
-    }
+def speedup(paired: Line, gain: Gain, name: str) -> Figure | None:
+    """By the ratios of rounds, if the record has their error."""
+    row = paired.get(("ratio", f"{gain.own} / {name}"))
+    if row is None or not row.error:
+        return None
+    ratio = Figure(row.value, row.error)
+    return ratio if gain.metric == RATE else 1 / ratio
 
 
 def gains(files: Sequence[File]) -> str:
-    """One row per task of an engine and baseline: the README's table."""
+    """One row per task and baseline."""
     found = []
-
-    def add(
-        task: str,
-        model: str,
-        device: str,
-        other: str,
-        times: tuple[float, float],
-        speedup: Figure | None = None,
-    ) -> None:
-        """`speedup`: by the ratios of rounds, if the record has it."""
-        ms, gain = map(number, times), f"{number(speedup or times[0] / times[1])}x"
-        error = f" +- {number(2 * speedup.error)}" if speedup else ""
-        found.append((task, model, device, other, *ms, gain + error))
-
-    model, first = "Qwen3-8B shapes, bfloat16", "TTFT p50"
-    case = r"qwen3-8b, (?P<c>\d+ tokens cached, \d+ new)"
-    of_first = ratios(files, "serving_ttft", rf"{case}: {first}, (?P<m>.+)")
-    for (device, tokens), line in lines(files, "serving_ttft", rf"{case}, (?P<m>.+)").items():
-        times = line[first, "recompute"].value, line[first, "jaxkv"].value
-        ratio = of_first.get((device, tokens, "jaxkv / recompute"))
-        gain = 1 / ratio if ratio else None
-        add(f"time to first token, {tokens}", model, device, "recomputation", times, gain)
-    case = "(?P<w>multi_turn), pages of 32"
-    of_rates = ratios(files, "serving", rf"{case}: {RATE}, (?P<m>.+)")
-    task = "multi-turn prompts, time per request at saturation"
-    for (device, workload), line in lines(files, "serving", rf"{case}, (?P<m>.+)").items():
-        ms = {method: 1e3 / row.value for (name, method), row in line.items() if name == RATE}
-        for other, words in (("recompute", "recomputation"), ("device_put", DEVICE_PUT_PAGES)):
-            gain = of_rates.get((device, workload, f"jaxkv / {other}"))
-            add(task, model, device, words, (ms[other], ms["jaxkv"]), gain)
-    for (device, case), row in engine_rows(files).items():
-        faster = min((TPU_INFERENCE, SGLANG), key=lambda name: engine_time(row, name))
-        for name, words in (
-            (faster, f"{DEVICE_PUT_PAGES} ({faster})"),
-            (ALL_PAGES, "one `device_put` of all pages, staged in HBM"),
-        ):
-            times = engine_time(row, name), row.value
-            add(case, "MLA, latent of 512, bfloat16", device, words, times)
-    for (device, step), line in lines(files, "overlap", "(?P<s>.*-bound.*): (?P<m>.+)").items():
-        rows = {m: row for (_, m), row in line.items() if row.unit == "ms"}
-        loads = [row for m, row in rows.items() if m not in ("sequential", "without a load")]
-        row = rows.get("as chosen") or min(loads, key=lambda row: row.value)
-        times = row.baselines["sequential"], row.value
-        add(f"{step} loaded in it", "32 layers, bfloat16", device, "load before the step", times)
-    case = r"scenario, qwen3-0.6b, (?P<m>.+)"
-    for (device,), line in lines(files, "serving_decode", case).items():
-        ms = {way: row.value for (metric, way), row in line.items() if metric == STEP_TIME}
-        times = ms["host metadata"], ms["in HBM"]
-        add("decode step of 32 requests", "Qwen3-0.6B shapes, bfloat16", device, SYNCHRONOUS, times)
-    case = r"(?P<n>\d+) devices, .*(?P<b>batch 16)"
-    for (device, world, batch), line in lines(files, "tensor_parallel", case).items():
-        row = line["time per step", ""]
-        times = row.baselines["psum"], row.value
-        model = "Qwen3-8B shapes, 12 layers, bfloat16"
-        add(f"decode step, {batch}", model, f"{world} x {device}", "`psum`", times)
+    for gain in GAINS:
+        pairs = lines(files, gain.bench, rf"{gain.case}: {re.escape(gain.metric)}, (?P<m>.+)")
+        for key, line in lines(files, gain.bench, gain.case + gain.method).items():
+            if (gain.metric, gain.own) not in line:
+                continue
+            own = milliseconds(line, gain, gain.own)
+            task, device = (
+                text.format(*key[1:], device=key[0]) for text in (gain.task, gain.device)
+            )
+            for words, names in gain.baselines.items():
+                time, name = min((milliseconds(line, gain, name), name) for name in names)
+                ratio = speedup(pairs.get(key, {}), gain, name)
+                error = f" +- {number(2 * ratio.error)}" if ratio else ""
+                factor = f"{number(ratio or time / own)}x{error}"
+                other = words.format(name=name)
+                found.append((task, gain.model, device, other, number(time), number(own), factor))
     ends = ("baseline, ms", "jaxkv, ms", "speedup (of paired samples: +- two errors)")
     return table(("task", "model, dtype", "device", "baseline", *ends), found)

@@ -153,6 +153,21 @@ def all_targets(files: Sequence[File]) -> str:
     return table(header, rows)
 
 
+def missed(files: Sequence[File], bench: str) -> str:
+    """The missed targets of a benchmark."""
+    found = ""
+    for file in (file for file in files if file.bench == bench):
+        targets = [target for target in file.targets if target.met is False]
+        found += f"{len(targets)} of {len(file.targets)} targets of `{bench}` are missed"
+        found += f" on {file.device}" + (":\n\n" if targets else ".\n")
+        for target in targets:
+            want, got = figures(target)
+            peak = f", at peak {number(target.bound)} {target.unit}" if target.bound else ""
+            error = f" +- {number(2 * target.error)}" if target.error else ""
+            found += f"- {target.name}: {got}{error}, target {want}{peak}\n"
+    return found or NOT_MEASURED
+
+
 def checks(files: Sequence[File]) -> str:
     words = {True: "holds", False: "**fails**", None: "not measured"}
     found = [
@@ -270,7 +285,6 @@ def tests(files: Sequence[File]) -> str:
 
 BLOCKS = r"(?P<direction>\w+), (?P<size>\d+ \w+) x (?P<count>\d+), (?P<m>.+), (?P<sms>\d+) SMs"
 SHARE = "as chosen, share of the fastest (device ids / HostIds)"
-CHOSEN_METRICS = ("chosen implementation", "of the fastest method")
 
 
 class Point(NamedTuple):
@@ -308,7 +322,7 @@ def transfer(files: Sequence[File], *, main: bool = True) -> str:
     found: dict[tuple[str, str], dict[str, str]] = {}
     for file in (file for file in files if file.name == "transfer"):
         shares: dict[str, list[str]] = {}
-        for row in (row for row in file.rows if row.metric in CHOSEN_METRICS):
+        for row in file.rows_of("of the fastest method"):
             cell = re.sub(r"(x \d+), .*", r"\1", row.case)
             shares.setdefault(cell, []).append(f"{row.value:.0%}")
         for point, methods in points(file.rows, main=main).items():
