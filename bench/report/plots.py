@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.harness.blocks import DIRECTIONS, size_bytes, size_text
-from bench.harness.records import File, Row
+from bench.harness.records import File
 from bench.report.tables import NOT_MEASURED, RATE, lines, points
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ class Panel(NamedTuple):
     """Lines over a size in bytes: {name: {bytes: value}}; `own` are jaxkv's, `peak` is dotted."""
 
     title: str
-    lines: Mapping[str, Mapping[int, float]]
+    lines: dict[str, dict[int, float]]
     own: frozenset[str]
-    peak: Mapping[int, float]
+    peak: dict[int, float]
 
 
 def line_figure(panels: Sequence[Panel], xlabel: str, ylabel: str, *, log: bool) -> "Figure":
@@ -44,6 +44,30 @@ def line_figure(panels: Sequence[Panel], xlabel: str, ylabel: str, *, log: bool)
         axis.set(title=panel.title, xlabel=xlabel, ylim=(lowest / 2 if log else 0, None))
     axes[0].set_ylabel(ylabel)
     drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return drawn
+
+
+def bar_figure(
+    panels: Mapping[str, Mapping[str, float]], dotted: str, xlabel: str, width: float, *, zero: bool
+) -> "Figure":
+    """One panel of bars by name for each title; the bar named `dotted` is a line.
+
+    Axes begin at 0 (`zero`), or at 0.9 of the lowest value.
+    """
+    from matplotlib.figure import Figure
+
+    longest = max(map(len, panels.values()))
+    drawn = Figure(figsize=(width * len(panels), 1.2 + 0.3 * longest), layout="constrained")
+    axes = drawn.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (title, bars) in zip(axes, panels.items(), strict=True):
+        names = [name for name in bars if name != dotted]
+        drawn_bars = axis.barh(names, [bars[name] for name in names])
+        axis.bar_label(drawn_bars, fmt="%.3g", padding=2)
+        if dotted in bars:
+            axis.axvline(bars[dotted], **PEAK_STYLE)
+        low = 0 if zero else 0.9 * min(bars.values())
+        high = max(bars.values())
+        axis.set(title=title, xlabel=xlabel, xlim=(low, high + 0.25 * (high - low)))
     return drawn
 
 
@@ -72,66 +96,43 @@ def all_reduce(files: Sequence[File]) -> "Figure | None":
     """Time per chained call in us over message size, one panel for each number of devices."""
     metric, method = "time per call (chained)", "chosen|psum[^(]*|torch[^(]*"
     case = rf"(?P<n>\d+) devices, (?:one process|PyTorch), (?P<b>[^:]*): (?P<m>{method}) \(.*\)"
-    by_world: dict[str, dict[str, dict[int, Row]]] = {}
+    panels: dict[str, Panel] = {}
     for (_, world, size), line in lines(files, "all_reduce", case).items():
         for (measured, name), row in line.items():
             if measured == metric:
-                methods = by_world.setdefault(world, {})
+                panel = panels.setdefault(
+                    world, Panel(f"{world} GPUs", {}, frozenset({"jaxkv"}), {})
+                )
                 label = "jaxkv" if name == "chosen" else name
-                methods.setdefault(label, {})[size_bytes(size)] = row
-    panels = []
-    for world, methods in sorted(by_world.items()):
-        values = {
-            name: {size: row.value for size, row in rows.items()} for name, rows in methods.items()
-        }
-        every = {size: row for rows in methods.values() for size, row in sorted(rows.items())}
-        peak = {size: row.peak["value"] for size, row in sorted(every.items()) if row.peak}
-        panels.append(Panel(f"{world} GPUs", values, frozenset({"jaxkv"}), peak))
+                panel.lines.setdefault(label, {})[size_bytes(size)] = row.value
+                if row.peak:
+                    panel.peak[size_bytes(size)] = row.peak["value"]
+    if not panels:
+        return None
+    ordered = [panel for _, panel in sorted(panels.items())]
     label = f"{metric}, us; dotted: the link"
-    return line_figure(panels, "message size per device", label, log=True) if panels else None
+    return line_figure(ordered, "message size per device", label, log=True)
 
 
 def overlap(files: Sequence[File]) -> "Figure | None":
     """Milliseconds of a step for each load method, one panel per kind of step; dotted: no load."""
-    from matplotlib.figure import Figure
-
-    found = lines(files, "overlap", "(?P<kind>.*): (?P<m>.*)")
-    if not found:
-        return None
-    longest = max(len(line) for line in found.values()) // 2
-    drawn = Figure(figsize=(11, 1 + 0.44 * longest), layout="constrained")
-    axes = drawn.subplots(1, len(found), squeeze=False)[0]
-    for axis, ((_, kind), line) in zip(axes, found.items(), strict=True):
-        bars = {m: row.value for (_, m), row in [*line.items()][::-1] if row.unit == "ms"}
-        axis.barh([*bars], [*bars.values()])
-        no_load = bars["without a load"]
-        axis.axvline(no_load, **PEAK_STYLE)
-        # Differences are a few percent of the total.
-        label = "ms; the axis begins at 0.9 of the step without a load"
-        axis.set(title=kind, xlabel=label, xlim=(0.9 * no_load, 1.02 * max(bars.values())))
-    return drawn
+    panels = {
+        kind: {m: row.value for (_, m), row in [*line.items()][::-1] if row.unit == "ms"}
+        for (_, kind), line in lines(files, "overlap", "(?P<kind>.*): (?P<m>.*)").items()
+    }
+    label = "ms; axis from 0.9 of the least"
+    return bar_figure(panels, "without a load", label, 5.5, zero=False) if panels else None
 
 
 def serving(files: Sequence[File]) -> "Figure | None":
     """Requests/s of each system, one panel per workload and page size; dotted: all in HBM."""
-    from matplotlib.figure import Figure
-
-    found = lines(files, "serving", r"(?P<w>\w+, pages of \d+), (?P<m>[^:]*)")
-    if not found:
-        return None
-    drawn = Figure(figsize=(3.2 * len(found), 2.6), layout="constrained")
-    axes = drawn.subplots(1, len(found), squeeze=False)[0]
-    for axis, ((_, workload), line) in zip(axes, found.items(), strict=True):
+    panels = {}
+    for (_, workload), line in lines(
+        files, "serving", r"(?P<w>\w+, pages of \d+), (?P<m>[^:]*)"
+    ).items():
         rates = {m: row.value for (metric, m), row in line.items() if metric == RATE}
-        in_hbm = rates.pop("in HBM", None)
-        rates = dict(sorted(rates.items(), key=lambda entry: (entry[0] == "jaxkv", entry[1])))
-        bars = axis.barh([*rates], [*rates.values()])
-        axis.bar_label(bars, fmt="%.1f", padding=2)
-        if in_hbm:
-            axis.axvline(in_hbm, **PEAK_STYLE)
-        longest = max(in_hbm or 0, *rates.values())
-        axis.set(title=workload, xlabel=RATE, xlim=(0, 1.25 * longest))
-    return drawn
+        panels[workload] = dict(sorted(rates.items(), key=lambda one: (one[0] == "jaxkv", one[1])))
+    return bar_figure(panels, "in HBM", RATE, 3.5, zero=True) if panels else None
 
 
 FIGURES: dict[str, Callable[[Sequence[File]], "Figure | None"]] = {
