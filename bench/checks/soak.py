@@ -5,15 +5,11 @@ all-reduces, each compared with its reference (`tests/fuzz`); pools that are cre
 errors in scopes. Meanwhile the memory, descriptors and threads of the process are sampled: after a
 warm-up they must not grow. Exits with 1 after a wrong result or a growth.
 
-For comparison it also measures what JAX by itself keeps for each copy of an array to another
-memory, as long as the array lives.
-
 On a GPU, each run adds a segment to the record `soak` as long as the commit is the same: several
 runs of nine minutes count as one of their total.
 """
 
 import argparse
-import ctypes
 import gc
 import itertools
 import json
@@ -25,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 if __name__ == "__main__":  # not in the tests, whose child processes would inherit it
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
@@ -54,7 +50,6 @@ LIMITS = {
     "descriptors": (0.5, "count"),
     "threads": (0.5, "count"),
 }
-COPIES = 16384  # by JAX alone
 
 
 class Segment(NamedTuple):
@@ -64,7 +59,6 @@ class Segment(NamedTuple):
     calls: int
     failures: int
     growth: dict[str, float]
-    kept: float  # by JAX alone, bytes for each copy of an array
 
 
 # ---- What runs -----------------------------------------------------------------------------------
@@ -142,41 +136,6 @@ def growth(samples: Sequence[float]) -> float:
     return statistics.median(slopes) * (len(steady) - 1) if slopes else 0.0
 
 
-class _Mallinfo2(ctypes.Structure):
-    """The struct of `mallinfo2` in glibc's <malloc.h>."""
-
-    _fields_: ClassVar = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
-
-
-def heap() -> int:
-    """Bytes in use in the heap of this process."""
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = _Mallinfo2
-    gc.collect()
-    found = mallinfo2()
-    return found.uordblks + found.hblkhd
-
-
-def kept_by_jax() -> float:
-    """Bytes of the heap for each `device_put` of an array in host memory that lives on."""
-    on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    array = jax.device_put(np.ones(16, np.float32), on_device.with_memory_kind("pinned_host"))
-    before = 0
-    for copy in range(64 + COPIES):
-        if copy == 64:
-            before = heap()
-        jax.device_put(array, on_device).block_until_ready()
-    kept = heap() - before
-    array.delete()
-    return kept / COPIES
-
-
 # ---- Runs and their record -----------------------------------------------------------------------
 
 
@@ -210,10 +169,7 @@ def soak(minutes: float, seed: int = 0) -> Segment:
         raise ValueError(f"{minutes} minutes are too short: the warm-up took most of them")
     found = {name: growth([one[name] for one in samples]) for name in LIMITS}
     print(f"{calls} calls, {failures} wrong; at the end {samples[-1]}; growth {found}")
-    del running
-    kept = kept_by_jax()
-    print(f"JAX alone: {kept:.0f} bytes for each copy of an array")
-    return Segment(minutes, calls, failures, found, kept)
+    return Segment(minutes, calls, failures, found)
 
 
 def earlier(path: pathlib.Path, commit: str | None) -> list[Row]:
@@ -237,9 +193,6 @@ def record(results: Results, rows: Sequence[Row], segment: Segment) -> bool:
     results.row(case, "wrong", "calls", segment.failures)
     for name, (_, unit) in LIMITS.items():
         results.row(case, f"growth of {name}", unit, segment.growth[name])
-    results.row(
-        case, "kept by JAX alone for a copy of an array to the device", "bytes", segment.kept
-    )
 
     def values(metric: str) -> list[float]:
         return [row.value for row in results.rows if row.metric == metric]
