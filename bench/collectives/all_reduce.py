@@ -4,11 +4,9 @@ Usage: `python -m bench.collectives.all_reduce`.
 
 bfloat16 messages of 1 KiB to 64 MiB per device, on 2, 4 and 8 devices where available, in one
 process and with one process per device. jaxkv: the choice of the tuning table, and each algorithm
-by name. `psum`: XLA's default (the kernel that ran is recorded), NCCL (XLA's kernels disabled), and
-NCCL with symmetric buffers (both at some sizes). PyTorch: NCCL, also on its symmetric memory, and
-the two all-reduces of symmetric memory, in CUDA graphs. All results are verified before they are
-timed. Each setting runs as a separate program; failures and timeouts are recorded, and the others
-continue.
+by name. The baselines are in bench/results/BASELINES.md; some run at MAIN_SIZES only. All results
+are verified before they are timed. Each setting runs as a separate program; failures and timeouts
+are recorded, and the others continue.
 
 Three metrics, measured identically for all methods:
 
@@ -25,10 +23,8 @@ Three metrics, measured identically for all methods:
 A jitted chain is donated the output of the previous one: addresses stay the same, and XLA replays
 its graphs without updating them, as PyTorch does.
 
-A target covers a range of sizes; its figure is the maximum ratio. The jaxkv figure is that of the
-tuning table's choice; the baseline is the best of PyTorch's methods and of psum's at each size,
-where measured, and for pairs the best of psum's. jaxkv times include the copy into symmetric
-memory, those on symmetric memory do not.
+A target covers a range of sizes; its figure is the maximum ratio. jaxkv times include the copy into
+symmetric memory, those on symmetric memory do not.
 """
 
 import os
