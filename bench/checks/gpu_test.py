@@ -92,7 +92,7 @@ def run(*runs: Sequence[str]) -> tuple[Outcomes, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     several = {"action": "store_true", "help": "only tests that need several GPUs"}
-    flags = arguments(__doc__, argv, {"--multigpu": several})
+    flags = arguments(__doc__, argv, {"--multigpu": several}, quick=False)
     common = [str(REPOSITORY / "tests"), "--hypothesis-profile=brief"]
     outcomes, code = run(*([*common, *only] for only in test_runs(flags.multigpu)))
 

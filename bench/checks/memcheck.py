@@ -50,7 +50,7 @@ def measure(results: Results, flags: Flags) -> None:
     record(results, *run((*MEMCHECK, *pytest), environment))
 
 
-main = benchmark("memcheck", __doc__, measure, needs_gpu=False)
+main = benchmark("memcheck", __doc__, measure, quick=False)
 
 if __name__ == "__main__":
     sys.exit(main())

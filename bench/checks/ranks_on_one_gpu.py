@@ -113,9 +113,7 @@ def measure(results: Results, flags: Flags) -> None:
     record(results, outputs)
 
 
-main = benchmark(
-    "ranks_on_one_gpu", __doc__, measure, options={"--compile": COMPILE}, needs_gpu=False
-)
+main = benchmark("ranks_on_one_gpu", __doc__, measure, options={"--compile": COMPILE}, quick=False)
 
 if __name__ == "__main__":
     sys.exit(main())

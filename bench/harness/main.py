@@ -18,6 +18,7 @@ def benchmark(
     options: Mapping[str, dict[str, Any]] = NO_OPTIONS,
     device: str | None = None,
     needs_gpu: bool = True,
+    quick: bool = True,
 ) -> Callable[..., int]:
     """The `main(argv=None)` of a benchmark with one record; its exit code is 1 if a check failed.
 
@@ -28,11 +29,13 @@ def benchmark(
       options: of `arguments`.
       device: of `Results`.
       needs_gpu: `flags.quick` is set on a CPU, where the sizes of a GPU would take hours.
+      quick: there is a flag of that name.
     """
 
     def main(argv: Sequence[str] | None = None) -> int:
-        flags = arguments(description, argv, options)
-        flags.quick = flags.quick or (needs_gpu and not on_gpu())
+        flags = arguments(description, argv, options, quick=quick)
+        if quick:
+            flags.quick |= needs_gpu and not on_gpu()
         results = Results(name, device=device, log=True)
         measure(results, flags)
         results.save(flags.out)

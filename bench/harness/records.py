@@ -357,6 +357,8 @@ def arguments(
     description: str | None,
     argv: Sequence[str] | None,
     options: Mapping[str, dict[str, Any]] = NO_OPTIONS,
+    *,
+    quick: bool = True,
 ) -> argparse.Namespace:
     """Parses --out, --quick and `options`: names or flags, with options of `add_argument`.
 
@@ -367,7 +369,8 @@ def arguments(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", metavar="DIR", help="also write the JSON file below DIR")
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     for name, about in options.items():
         parser.add_argument(name, **about)
     return parser.parse_args(argv)

@@ -53,9 +53,12 @@ SPARSE = (
 )  # fmt: skip
 # A change of a benchmark makes no test stale, nor does one of its own tests, or of the mutations.
 TESTED = ("cuda", "jaxkv", "tests", ":!tests/bench", ":!tests/mutations.toml")
-# All but `jaxkv.tune` and `jaxkv.offload`.
+# All but `jaxkv.tune` and `jaxkv.offload`, and the references.
 FUZZED = (
-    "cuda", "jaxkv", ":!jaxkv/_src/autotune", ":!jaxkv/_src/offload", "tests/fuzz", "tests/util",
+    "cuda", "jaxkv", ":!jaxkv/_src/autotune", ":!jaxkv/_src/offload", "tests/fuzz",
+    "tests/util/*_reference.py", "tests/util/async_cases.py", "tests/util/batches.py",
+    "tests/util/block_trees.py", "tests/util/ranks.py", "tests/util/recurrent_cases.py",
+    "tests/util/sparse_cases.py", "tests/util/splits.py", "tests/util/transfer_cases.py",
 )  # fmt: skip
 
 # Record -> files and folders that it measures.
@@ -65,7 +68,7 @@ SOURCES = {
     "demo": SERVING,
     "dispatch": (*COPIES, "jaxkv/_src/runtime"),
     "engines": (*COPIES, POOLS),
-    "fuzz": FUZZED,
+    "fuzz": (*FUZZED, "tests/metadata"),
     "gpu_test": (*TESTED, "examples", "bench/checks/gpu_test.py"),
     "host_pool": ("cuda/cache", *COPIES),
     "memcheck": (
