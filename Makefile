@@ -38,7 +38,8 @@ TESTS_OF_WHEEL := tests/environment tests/runtime
 # What the random cases of tests.fuzz leave out. These cover valid copies and compile few programs;
 # a unit test compiles one of its own, which dominates its time. Processes start slowly with ASan.
 ASAN_TESTS := $(addprefix tests/,cache collectives recurrent runtime sparse) \
-  $(wildcard tests/transfer/test_*errors.py) --ignore=tests/collectives/test_multiprocess.py $(BRIEF)
+  $(wildcard tests/transfer/test_*errors.py) \
+  $(addprefix --ignore=tests/collectives/,test_multiprocess.py test_soak.py) $(BRIEF)
 ifdef SYSTEM_PACKAGES
 INSTALL := --no-build-isolation --no-deps --no-index -e .
 else

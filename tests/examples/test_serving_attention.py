@@ -3,6 +3,7 @@
 import itertools
 import sys
 import types
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -84,7 +85,7 @@ def test_xla_attention(query_lens, seq_lens, max_tokens, page_size, key_block, m
 
 @hypothesis.given(st.lists(st.integers(0, 100), min_size=1, max_size=70))
 def test_tiles_visit_their_own_blocks(lengths):
-    blocks = np.sort(lengths)[::-1]
+    blocks: Any = np.sort(lengths)[::-1]
     visited = np.zeros((len(blocks), 101), int)
     for n, start, end in loops(blocks):
         visited[:n, start:end] += 1

@@ -7,11 +7,11 @@ import tokenize
 
 import pytest
 
-import examples.serving.engine
+from examples.serving import engine
 
 pytestmark = pytest.mark.host_only
 
-FOLDER = pathlib.Path(examples.serving.engine.__file__).parent
+FOLDER = pathlib.Path(engine.__file__).parent
 EMPTY = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
@@ -39,9 +39,12 @@ def imports_of(module):
 
 def lines_of_code(module):
     """Without blank lines, comments and docstrings."""
-    nodes = ast.walk(ast.parse(text_of(module)))
-    strings = [n for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
-    documented = {i for node in strings for i in range(node.lineno, node.end_lineno + 1)}
+    documented = {
+        line
+        for node in ast.walk(ast.parse(text_of(module)))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
     tokens = tokenize.generate_tokens(io.StringIO(text_of(module)).readline)
     lines = {
         line
