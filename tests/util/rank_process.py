@@ -1,7 +1,7 @@
 """One of several processes that share a mesh: `python rank_process.py SETUP CHECK`, SETUP in JSON.
 
-Runs a function of process_checks.py or thread_checks.py and prints its result, in JSON, on the last
-line.
+Runs a function of process_checks.py, thread_checks.py or serving_checks.py. The last line that it
+prints is the result in JSON.
 """
 
 import json
@@ -30,13 +30,11 @@ def main(setup: str, check: str) -> None:
     arguments: dict[str, Any] = json.loads(setup)
     order = arguments.pop("order")
     start(**arguments)
-    from tests.util import (
-        process_checks,  # initializes JAX's devices
-        thread_checks,
-    )
+    from tests.util import process_checks, serving_checks, thread_checks  # initialize the devices
 
-    module = process_checks if hasattr(process_checks, check) else thread_checks
-    print(json.dumps(getattr(module, check)(order)), flush=True)
+    modules = process_checks, thread_checks, serving_checks
+    found = next(module for module in modules if hasattr(module, check))
+    print(json.dumps(getattr(found, check)(order)), flush=True)
     if jax.process_index() == 0:
         sys.stdin.read()  # the others need its coordinator until they end
 
