@@ -130,6 +130,7 @@ TABLES: dict[str, Callable[[Sequence[File]], str]] = {
             "loaded / stored, GB": values("loaded", "stored"),
             "consecutive pages": value("consecutive pages"),
             "host time per step, ms": value("host time per step"),
+            "GPU idle share, %": value("GPU idle share"),
             "steps dispatched to an idle device, %": value("steps dispatched to an idle device"),
         },
         ("requests/s", ""),

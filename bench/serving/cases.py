@@ -142,9 +142,13 @@ def _compare(
     few = max(everything[0] // HBM_SHARE, longest)
     memory = Memory(max(everything), few, max(everything))
     repeats = {} if flags.tiny else REPEATS
+    profiled = {name: make for name, make in makers.items() if name not in IN_FLIGHT}
+    if "trace" in makers:  # but not the first requests of all sessions, of which nothing is cached
+        profiled["trace"] = partial(makers["trace"], first=1)
     return Case(
         f"{{}}, pages of {page_size}", flags.system or chosen, limits, memory, makers, repeats,
         wanted, *model_of(flags), only=dict.fromkeys(IN_FLIGHT, (DEVICE_PUT, JAXKV)),
+        profiled=profiled,
     )  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 All systems of a case are in one process and share the weights. A workload is repeated with other
 prompts, each time by all systems. Their order is random in one repeat, and the reverse of that in
-the next. Ratios are of the same repeat.
+the next. Ratios are of the same repeat. The GPU idle share is of one more repeat, which is no
+sample: `bench.serving.gpu_idle`.
 """
 
 import argparse
 import os
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,7 +19,7 @@ import numpy as np
 
 from bench.harness import peak_bandwidth, timing
 from bench.harness.records import Results
-from bench.serving import systems
+from bench.serving import gpu_idle, systems
 from bench.serving.systems import IN_HBM, JAXKV, Measured, Memory
 from bench.serving.workloads import BesideLoads, Served, Workload
 from examples.serving.engine import Limits
@@ -28,6 +30,7 @@ LATENCY, MEAN_LATENCY = "inter-token latency p99", "inter-token latency, mean"
 TTFT, TTFT_P99 = "TTFT p50", "TTFT p99"
 RATE_AT_EQUAL_TTFT = "requests/s at equal p99 TTFT"
 LOADED, STORED = "loaded per second", "stored per second"
+GPU_IDLE = "GPU idle share"
 PEAK_BYTES = 1 << 30  # of the contiguous copy
 Figures = dict[str, tuple[str, float]]  # by metric: unit and value
 Samples = dict[str, dict[str, list[Figures]]]  # by workload and system
@@ -53,6 +56,7 @@ class Case(NamedTuple):
       workloads: by name; of a repeat, which may give several samples.
       repeats: of each workload; 1 if it is missing.
       only: systems that serve a workload; all if it is missing.
+      profiled: as `workloads`, of those whose GPU idle share is measured.
     """
 
     label: str
@@ -65,6 +69,7 @@ class Case(NamedTuple):
     model: str
     dtype: str
     only: Mapping[str, Sequence[str]] = MappingProxyType({})
+    profiled: Mapping[str, Callable[[int], Workload | BesideLoads]] = MappingProxyType({})
 
 
 def main(
@@ -128,6 +133,8 @@ def serve(case: Case, repeats: int | None = None) -> tuple[Samples, Answers]:
                 tokens[name] += sorted(r.tokens for served in windows for r in served.all)
         if names:
             taken[workload], answers[workload] = found, tokens
+    # After all samples, lest what a profile leaves behind slow them.
+    profile(case, engines, taken, repeats)
     for engine in engines.values():
         engine.release()
     for leaf in jax.tree.leaves(params):
@@ -141,6 +148,22 @@ def orders(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
     for repeat in range(repeats):
         order = order[::-1] if repeat % 2 else random.sample(names, len(names))
         yield from ((repeat, name) for name in order)
+
+
+def profile(
+    case: Case, engines: Mapping[str, Measured], taken: Samples, repeats: int | None = None
+) -> None:
+    """Adds the GPU idle share to the first sample of each workload and system, if on a GPU."""
+    for workload, make in case.profiled.items() if jax.default_backend() == "gpu" else ():
+        repeat = repeats or case.repeats.get(workload, 1)  # after those that were served
+        for name, samples in taken.get(workload, {}).items():
+            try:
+                share = gpu_idle.measure(engines[name], make(repeat))
+            except Exception:  # the samples are there, and need more time than a profile
+                traceback.print_exc()
+                return
+            if share is not None:
+                samples[0][GPU_IDLE] = "%", 100 * share
 
 
 def figures(engine: Measured, served: Served) -> Figures:
@@ -190,7 +213,8 @@ def record(results: Results, case: Case, taken: Samples, answers: Answers) -> No
         label = case.label.format(workload)
         for system, samples in by_system.items():
             for metric, (unit, _) in samples[0].items():
-                value = timing.median([sample[metric][1] for sample in samples])
+                values = [sample[metric][1] for sample in samples if metric in sample]
+                value = timing.median(values)
                 results.row(f"{label}, {system}", metric, unit, value, peak_of(metric))
             shown = {metric: f"{value:.4g} {unit}" for metric, (unit, value) in samples[0].items()}
             print(f"{label}, {system}: {shown}", flush=True)

@@ -174,8 +174,9 @@ def random_prompts(
 
 
 def trace(
-    path: Path, sessions: int, max_blocks: int, scale: int, parallel: int, vocab: int, seed: int = 0
-) -> Workload:
+    path: Path, sessions: int, max_blocks: int, scale: int, parallel: int, vocab: int,
+    seed: int = 0, first: int = 0,
+) -> Workload:  # fmt: skip
     """Whole sessions of a Mooncake trace, its lengths divided by `scale`, answers cut off.
 
     A session is the requests with the same second block: the first is common to most. Of each, the
@@ -197,7 +198,7 @@ def trace(
         prompt = [token for i in ids for token in blocks[i]]
         answer = max(1, min(request["output_length"] // scale, MAX_ANSWER))
         groups.setdefault(ids[1], []).append(Turn(prompt, answer, whole=True))
-    return Workload(list(groups.values()), parallel)
+    return Workload(list(groups.values()), parallel, first)
 
 
 def cached_prefixes(prefixes: int, cached: int, new: int, vocab: int, seed: int = 0) -> Workload:
