@@ -7,7 +7,8 @@
               quarter of the pages. The first round, in which nothing is cached, is not measured;
               each three of the nine others are a sample. Also in small pages by the copy engine
               and by jaxkv
-  trace       whole sessions of Mooncake's conversation trace, lengths divided by a factor
+  trace       whole sessions of Mooncake's conversation trace, lengths divided by a factor; served
+              only twice, as it has no target, so that the errors of its rows are large
   random      prompts without reuse
 
 Requests are served at saturation: "requests/s" is the highest rate for the number of requests in
@@ -53,10 +54,11 @@ PARALLEL = 4  # requests in flight
 HBM_SHARE = 4
 COPY_TOKENS = 8192
 IN_FLIGHT = {f"multi_turn, {level} in flight": level for level in (1, 2)}
-# Even numbers, so that each order of the systems has its reverse. The trace has no target and is
-# served once.
+# Even numbers, so that each order of the systems has its reverse.
 # Conversations first compute 16 prompts of 6,144 tokens, and then give three samples each.
-REPEATS = {"multi_turn": 6, "random": 32, "ttft": 10, "latency": 20} | dict.fromkeys(IN_FLIGHT, 6)
+REPEATS = {
+    "multi_turn": 6, "trace": 2, "random": 32, "ttft": 10, "latency": 20,
+} | dict.fromkeys(IN_FLIGHT, 6)  # fmt: skip
 COMPARED = (
     Wanted("multi_turn", RATE, DEVICE_PUT),
     Wanted("multi_turn", RATE_AT_EQUAL_TTFT, DEVICE_PUT, ">=", 2.5),
