@@ -1,6 +1,9 @@
 """Systems of KV offload on one serving engine: `python -m bench.serving.compare`.
 
-Parts: multi_turn, trace, random (bench.serving.cases); systems: bench.serving.systems.
+Parts: multi_turn, trace, random, float32 (bench.serving.cases); systems: bench.serving.systems.
+
+All systems must give the same tokens in float32: a check of each workload and system, in the part
+of that name and with `--tiny`. In bfloat16, as in the other parts, nothing is claimed of them.
 """
 
 import sys
@@ -8,7 +11,7 @@ from functools import partial
 
 from bench.serving import cases, runs
 
-PARTS = ("multi_turn", "trace", "random")
+PARTS = ("multi_turn", "trace", "random", cases.FLOAT32)
 main = partial(runs.main, "serving", __doc__, cases.compare, PARTS)
 
 if __name__ == "__main__":

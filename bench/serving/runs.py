@@ -7,6 +7,7 @@ sample: `bench.serving.gpu_idle`.
 """
 
 import argparse
+import contextlib
 import os
 import random
 import traceback
@@ -31,6 +32,7 @@ TTFT, TTFT_P99 = "TTFT p50", "TTFT p99"
 RATE_AT_EQUAL_TTFT = "requests/s at equal p99 TTFT"
 LOADED, STORED = "loaded per second", "stored per second"
 GPU_IDLE = "GPU idle share"
+PRECISION = "jax_default_matmul_precision"
 PEAK_BYTES = 1 << 30  # of the contiguous copy
 Figures = dict[str, tuple[str, float]]  # by metric: unit and value
 Samples = dict[str, dict[str, list[Figures]]]  # by workload and system
@@ -57,6 +59,7 @@ class Case(NamedTuple):
       repeats: of each workload; 1 if it is missing.
       only: systems that serve a workload; all if it is missing.
       profiled: as `workloads`, of those whose GPU idle share is measured.
+      checks_only: record whether tokens are equal, and no figures.
     """
 
     label: str
@@ -70,6 +73,7 @@ class Case(NamedTuple):
     dtype: str
     only: Mapping[str, Sequence[str]] = MappingProxyType({})
     profiled: Mapping[str, Callable[[int], Workload | BesideLoads]] = MappingProxyType({})
+    checks_only: bool = False
 
 
 def main(
@@ -98,7 +102,8 @@ def main(
     results = Results(f"{name}_tiny" if flags.tiny and not on_cpu else name)
     flags.tiny |= on_cpu
     for case in cases(flags):
-        record(results, case, *serve(case, flags.repeats))
+        with full_products(case.dtype):
+            record(results, case, *serve(case, flags.repeats))
         results.save(flags.out)  # after each, as the next may not fit into the time
     also(results, flags)
     results.save(flags.out)
@@ -110,6 +115,20 @@ def model_of(flags: argparse.Namespace) -> tuple[str, str]:
     if flags.tiny:
         return "tiny", "float32"
     return "qwen3-0.6b" if flags.quick else "qwen3-8b", "bfloat16"
+
+
+@contextlib.contextmanager
+def full_products(dtype: str) -> Iterator[None]:
+    """Float32 without TF32, whose rounding, which depends on the batch, could change tokens.
+
+    In all threads, since several compile.
+    """
+    before = getattr(jax.config, PRECISION)
+    jax.config.update(PRECISION, "highest" if dtype == "float32" else before)
+    try:
+        yield
+    finally:
+        jax.config.update(PRECISION, before)
 
 
 def serve(case: Case, repeats: int | None = None) -> tuple[Samples, Answers]:
@@ -211,7 +230,7 @@ def record(results: Results, case: Case, taken: Samples, answers: Answers) -> No
     """Rows of medians, targets, and in float32 checks that all systems give the same tokens."""
     for workload, by_system in taken.items():
         label = case.label.format(workload)
-        for system, samples in by_system.items():
+        for system, samples in by_system.items() if not case.checks_only else ():
             for metric, (unit, _) in samples[0].items():
                 values = [sample[metric][1] for sample in samples if metric in sample]
                 value = timing.median(values)
