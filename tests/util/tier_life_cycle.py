@@ -114,7 +114,7 @@ class Later(Executor):
         names = [function.__name__ for function, *_ in self.calls]
         number = names.index(first) if first in names else 0
         function, arguments, future = self.calls.pop(number)
-        if fails and function.__name__ == "_ask":
+        if fails:
             future.set_exception(OSError("injected"))
         else:
             future.set_result(function(*arguments))
@@ -239,7 +239,7 @@ class LifeCycle(RuleBasedStateMachine):
             self.end_all_calls()
 
     @precondition(lambda self: self.later.calls)
-    @rule(fails=failures, first=st.sampled_from(["_ask", "remove"]))
+    @rule(fails=failures, first=st.sampled_from(["_ask", "_remove"]))
     def answer(self, fails, first):
         self.later.run(fails, first)
 
@@ -300,7 +300,7 @@ class LifeCycle(RuleBasedStateMachine):
         assert metrics["kv_offload_cascading_blocks"] <= NUM_PAGES // 2
 
     def teardown(self):
-        """Everything ends, and nothing stays pinned or reserved."""
+        """Everything ends, and nothing stays pinned, reserved or in the tier against a discard."""
         while self.engine._loads or self.engine._stores:
             self.step()
         self.end_steps(len(self.steps))
@@ -309,6 +309,13 @@ class LifeCycle(RuleBasedStateMachine):
         assert all(prefetch.done for prefetch, _ in self.prefetches)
         assert self.manager.metrics()["kv_offload_num_copies"] == 0
         assert not self.copies._prefetches and not self.copies._writes
+        self.now += TIMEOUT_S
+        self.poll()
+        end_all(self)
+        assert self.copies.drain(0.0)
+        for key in KEYS:
+            for part, content in zip(PARTS, contents(key, self.epoch[key]), strict=True):
+                assert self.tier.blocks.get(key + part, content) == content
         self.ready_pages_hold_their_blocks()
 
 

@@ -16,6 +16,7 @@ from jaxkv._src.offload.keys import distinct_keys
 from jaxkv._src.offload.lookup import longest_prefix
 from jaxkv._src.offload.manager import OffloadManager
 from jaxkv._src.offload.specs import BlockState, LoadSpec, StoreSpec
+from jaxkv._src.offload.tier_removals import TierRemovals
 from jaxkv._src.offload.tiers.queued import LOGGER, MAX_KEY_BYTES, MAX_QUEUED
 from jaxkv._src.offload.tiers.tier import Tier
 
@@ -126,11 +127,12 @@ class TierCopies:
         self._max_blocks = min(manager.num_pages // 2, MAX_QUEUED // len(parts))
         self._timeout_s, self._clock = timeout_s, clock
         self._executor = executor or DaemonExecutor("jaxkv-tier")
-        self._remover = remover or DaemonExecutor("jaxkv-tier-remove")
         self._prefetches: list[OffloadPrefetch] = []
         self._reads: list[_TierCopy] = []
         self._writes: list[_TierCopy] = []
-        self._removals: dict[Future[None], tuple[bytes, ...]] = {}
+        self._removals = TierRemovals(
+            self._remove, remover or DaemonExecutor("jaxkv-tier-remove"), clock
+        )
         self._reading: set[bytes] = set()
         self._num_writing = 0  # blocks
         self._num_dropped = 0  # blocks
@@ -139,7 +141,7 @@ class TierCopies:
     def prefetch(self, keys: Sequence[bytes], window: int | None) -> OffloadPrefetch:
         """Asks the tier for the blocks that the host pool lacks, and reads those of the prefix."""
         self.check_keys("prefetch", keys)
-        removed = {key for removal in self._removals.values() for key in removal}  # not yet
+        removed = self._removals.remaining(keys)  # not yet
         prefetch = OffloadPrefetch(tuple(keys), _window=window, _discarded=removed)
         if len(self._prefetches) >= MAX_QUEUED:  # the tier does not answer
             prefetch.done = True
@@ -181,16 +183,19 @@ class TierCopies:
         self._writes.append(_TierCopy(spec, self._submit(self._tier.write, spec)))
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Removes blocks from the tier; until they are, no prefetch reads them.
+        """Removes blocks from the tier, as `TierRemovals`; until they are, no prefetch reads them.
 
         Those being read do not become ready.
         """
         keys = tuple(keys)
         for prefetch in self._prefetches:
             prefetch._discarded.update(keys)
-        short = (key for key in keys if len(key) <= self._max_key_bytes)  # others are not there
-        names = [part for key in short for part in self._memory.keys(key)]
-        self._removals[self._remover.submit(self._tier.remove, names)] = keys
+        # Longer ones are not there.
+        self._removals.add([key for key in keys if len(key) <= self._max_key_bytes])
+
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        """Runs in the executor of removals."""
+        self._tier.remove([part for key in keys for part in self._memory.keys(key)])
 
     def poll(self) -> None:
         """Completes copies that have ended, and begins the reads of answered lookups.
@@ -206,10 +211,7 @@ class TierCopies:
         for copy in [copy for copy in self._writes if copy.is_over()]:
             self._writes.remove(copy)
             self._end_write(copy)
-        for removal in [removal for removal in self._removals if removal.done()]:
-            del self._removals[removal]
-            if error := removal.exception():
-                LOGGER.warning("OffloadEngine: discarded blocks may remain in a tier: %s", error)
+        self._removals.poll()
         for prefetch in [*self._prefetches]:
             self._advance(prefetch)
         if self._pool_is_stale:
@@ -221,14 +223,14 @@ class TierCopies:
             )
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits for the writes and the removals."""
+        """Waits for the writes and the removals; False if some of them are not over by then."""
         expires_at = self._clock() + timeout_s
         parts = [p for copy in self._writes for parts in copy.futures.values() for p in parts]
         wait(parts, timeout_s)
         self.poll()  # removes what was discarded during its write
-        wait(self._removals, max(0.0, expires_at - self._clock()))
+        self._removals.wait(expires_at)
         self.poll()
-        return not (self._writes or self._removals)
+        return not self._writes and self._removals.is_over()
 
     def _advance(self, prefetch: OffloadPrefetch) -> None:
         answer = prefetch._answer
@@ -321,12 +323,13 @@ class TierCopies:
             self.discard(gone)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the tier, and numbers of blocks in flight and left out due to slow writes."""
+        """Metrics of the tier, and numbers of blocks in flight, left out and not yet removed."""
         return {
             **self._tier.metrics(),
             "kv_offload_promoting_blocks": len(self._reading),
             "kv_offload_cascading_blocks": self._num_writing,
             "kv_offload_uncascaded_blocks": self._num_dropped,
+            "kv_offload_unremoved_blocks": len(self._removals),
         }
 
 
