@@ -162,8 +162,18 @@ def test_a_store_removes_from_all_tiers(tmp_path, monkeypatch, caplog):
         raise OSError("injected")
 
     monkeypatch.setattr(tiers[0], "remove", fail)
-    store.remove([key(0)])
+    with pytest.raises(OSError, match="injected"):
+        store.remove([key(0)])
     assert tiers[1].contains([key(0)]) == [False] and "injected" in caplog.text
+
+    def closed(keys):
+        raise ValueError("closed")
+
+    monkeypatch.setattr(tiers[1], "remove", closed)
+    for _ in range(2):  # a failure may end, unlike a closed tier
+        with pytest.raises(OSError, match="injected"):
+            store.remove([key(0)])
+        store._tiers = store._tiers[::-1]
     store.close()
 
 

@@ -91,7 +91,7 @@ class MooncakeTier(QueuedTier):
         super().__init__("MooncakeTier", block_bytes, num_threads, _MAX_BATCH)
         self._object_bytes = block_file.ALIGNMENT + block_bytes
         self._store = _client(host, metadata, segment_bytes, protocol, devices, master)
-        self._retry_at = 0.0
+        self._retry_at = self._remove_at = 0.0  # of all calls but removals, of removals
         self._staging = threading.local()
         self._start()
 
@@ -116,20 +116,28 @@ class MooncakeTier(QueuedTier):
                 answers += self._store.batch_is_exist(names)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """See `Tier`; asks the master in the caller's thread. Counts an error if it fails.
+        """See `Tier`; asks the master in the caller's thread, also if `contains` had no answer.
 
         Raises:
           ValueError: the tier is closed, or as for `Tier.contains`.
+          OSError: the master does not answer, or cannot remove a block, which is then still found.
+            The others are removed. Without an answer, the master is not asked again for 5 s.
         """
         keys = tuple(keys)
         self._check_keys("remove", keys)
         self._check_open("remove")
-        if keys:
-            if not self._answers():
-                self._failed("remove", ConnectionError("the master does not answer"))
-                return
-            names = [self._object_name(key) for key in keys]
-            self._check("remove", self._store.batch_remove(names, True))
+        if not keys:
+            return
+        # Not `_answers`: a lookup that was too slow is no reason to keep blocks.
+        if time.monotonic() < self._remove_at or self._store.health_check():
+            silent = ConnectionError("the master does not answer")
+            self._failed("remove", silent)
+            raise silent
+        names = [self._object_name(key) for key in keys]
+        if error := self._check("remove", self._store.batch_remove(names, True)):
+            if error.errno in _NO_ANSWER:
+                self._remove_at = self._retry_at
+            raise error
 
     def close(self) -> None:
         """See `Tier`; the blocks in the memory of this process are lost to the others."""
@@ -193,12 +201,20 @@ class MooncakeTier(QueuedTier):
     def _answers(self) -> bool:
         return time.monotonic() >= self._retry_at and self._store.health_check() == 0
 
-    def _check(self, operation: str, results: Sequence[int]) -> None:
-        """Counts failures other than misses; without an answer, does not ask for a while."""
-        for code in {result for result in results if result < 0} - {_NOT_FOUND}:
+    def _check(self, operation: str, results: Sequence[int]) -> OSError | None:
+        """Counts failures other than misses; without an answer, does not ask for a while.
+
+        Returns:
+          One of them, that there was no answer rather than another.
+        """
+        failed: OSError | None = None
+        codes = {result for result in results if result < 0} - {_NOT_FOUND}
+        for code in sorted(codes, key=_NO_ANSWER.__contains__):
             if code in _NO_ANSWER:
                 self._retry_at = time.monotonic() + _RETRY_AFTER_S
-            self._failed(operation, OSError(code, f"error {code} of Mooncake"))
+            failed = OSError(code, f"error {code} of Mooncake")
+            self._failed(operation, failed)
+        return failed
 
 
 def _client(

@@ -102,13 +102,22 @@ class TieredStore:
         return result
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """See `Tier`; exceptions of one tier are logged, and the others remove the blocks."""
+        """See `Tier`; an exception of one tier is raised once the others have removed the blocks.
+
+        That of a tier that fails is raised rather than that of one that is closed, and finds
+        nothing.
+        """
         keys = tuple(keys)
+        failed: Exception | None = None
         for tier in self._tiers:
             try:
                 tier.remove(keys)
-            except Exception:  # of any type; no tier may keep blocks that are not trusted
+            except Exception as error:  # of any type; no tier may keep blocks that are not trusted
                 LOGGER.exception("TieredStore: remove failed in a %s", type(tier).__name__)
+                if failed is None or isinstance(failed, ValueError):
+                    failed = error
+        if failed:
+            raise failed
 
     def metrics(self) -> dict[str, float]:
         """The metrics of tier i, with the suffix `_i`."""
