@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import wait
 
 import pytest
@@ -146,6 +147,37 @@ def test_drain_waits_for_removals(machine):
     assert not copies.drain(0.0)
     end_all(machine)
     assert copies.drain(0.0) and not tier.blocks
+
+
+@pytest.mark.parametrize("is_hit", [True, False])
+def test_a_pool_that_is_not_in_use_is_reported_after_the_drain(machine, is_hit):
+    """Writes and removals have ended by then; a lookup without a hit is not reported."""
+    engine, later, tier = machine.engine, machine.later, machine.tier
+    in_tier_only(machine, REQUESTS[2][:2])
+    machine.store(REQUESTS[0][:1])
+    prefetch = engine.prefetch(REQUESTS[2][:1] if is_hit else [b"missing"])
+    later.run()
+    machine.discard(REQUESTS[2][1:2])
+    machine.pages.is_in_use = lambda: False
+
+    def end():
+        for _ in PARTS:
+            tier.end(0, tier.land(0, fails=False))
+        while machine.copies._writes:
+            time.sleep(0.001)
+        time.sleep(0.05)  # a drain that does not wait for the removal is over by then
+        later.run()
+
+    timer = threading.Timer(0.05, end)
+    timer.start()
+    if is_hit:
+        with pytest.raises(RuntimeError, match="no longer in use"):
+            engine.drain(TIMEOUT_S)
+    else:
+        assert engine.drain(TIMEOUT_S)
+    assert prefetch.done and not machine.copies._writes and not tier.calls and not later.calls
+    timer.join()
+    assert engine.drain(TIMEOUT_S)
 
 
 def test_blocks_whose_removal_is_not_over_are_not_read(machine):

@@ -203,6 +203,10 @@ class TierCopies:
         Raises:
           RuntimeError: blocks were to be read into a pool that no step uses any more.
         """
+        self._advance_all()
+        self._check_pool()
+
+    def _advance_all(self) -> None:
         for copy in [copy for copy in self._reads if copy.is_over()]:
             self._reads.remove(copy)
             is_in_use = self._is_in_use()
@@ -214,6 +218,8 @@ class TierCopies:
         self._removals.poll()
         for prefetch in [*self._prefetches]:
             self._advance(prefetch)
+
+    def _check_pool(self) -> None:
         if self._pool_is_stale:
             self._pool_is_stale = False
             raise RuntimeError(
@@ -223,11 +229,15 @@ class TierCopies:
             )
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits for the writes and the removals; False if some of them are not over by then."""
+        """Waits for the writes and the removals; False if some of them are not over by then.
+
+        Raises:
+          RuntimeError: as for `poll`, but after the wait.
+        """
         expires_at = self._clock() + timeout_s
         parts = [p for copy in self._writes for parts in copy.futures.values() for p in parts]
         wait(parts, timeout_s)
-        self.poll()  # removes what was discarded during its write
+        self._advance_all()  # removes what was discarded during its write
         self._removals.wait(expires_at)
         self.poll()
         return not self._writes and self._removals.is_over()
@@ -251,13 +261,13 @@ class TierCopies:
 
         A block that is being written, and is not in a host page, has been discarded.
         """
-        if not self._is_in_use():
-            return
         keys, state = prefetch.keys, self._manager.state
         there = there.difference(*(copy.spec.keys for copy in self._writes))
         absent = {key for key in keys if state(key) is None}
         both = {key for key in keys if key in there or key not in absent}
         wanted = self._fitting(keys, both, absent, prefetch._window)
+        if not absent.isdisjoint(wanted) and not self._is_in_use():
+            return
         spec = self._manager.prepare_store(wanted, tier=True)
         if not spec.keys:
             self._manager.abort(spec)
