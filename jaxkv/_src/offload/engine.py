@@ -322,14 +322,17 @@ class OffloadEngine:
           RuntimeError: the result of a step was donated or deleted before its copies ended; or a
             step stored into a copy of the pool, or returned one: its blocks are then not found.
         """
-        for batch, failed, error in self._in_flight.pop_ended():
-            self._end_step(batch, failed=failed)
-            if error:
-                raise error
+        self._end_steps()
         if self._tiers:
             self._tiers.poll()
         ended, self._ended = self._ended, []
         return ended
+
+    def _end_steps(self) -> None:
+        for batch, failed, error in self._in_flight.pop_ended():
+            self._end_step(batch, failed=failed)
+            if error:
+                raise error
 
     def _end_step(self, batch: CopyBatch, *, failed: bool) -> None:
         for copy in batch.copies:
@@ -365,10 +368,11 @@ class OffloadEngine:
 
         Raises:
           ValueError: `timeout_s` is not positive, or more than 1e9.
-          RuntimeError: a step with copies is in flight; wait for its result first.
+          RuntimeError: a step with copies is in flight: wait for its result first. Or as for
+            `poll`: after the wait, if blocks of the tiers cannot be read into the pool.
         """
         timeout_s = checked_timeout_s(timeout_s)
-        self._ended = self.poll()
+        self._end_steps()
         if self._taken or self._in_flight:
             raise RuntimeError(
                 "drain: a step with copies is in flight; call block_until_ready on its result first"
