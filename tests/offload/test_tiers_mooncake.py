@@ -126,8 +126,13 @@ def test_errors(master, monkeypatch):
         with pytest.raises(ValueError, match=message):
             master.tier(**options)
 
-    with pytest.raises(ValueError, match=r"metadata='10\.0\.0\.1:8080' is not a URL"):
-        MooncakeTier(1, host="10.0.0.7", master="10.0.0.1:50051", metadata="10.0.0.1:8080")
+    for metadata, words in (
+        ("10.0.0.1:2379", "'http://10.0.0.1:2379/metadata' .* 'etcd://10.0.0.1:2379'"),
+        ("htpp://10.0.0.1/metadata", "'etcd://HOST:PORT' for etcd, or 'P2PHANDSHAKE' for none"),
+        ("", "'http://HOST:PORT/metadata'"),
+    ):
+        with pytest.raises(ValueError, match=f"metadata='{metadata}' is not a URL.* {words}"):
+            MooncakeTier(1, host="10.0.0.7", master="10.0.0.1:50051", metadata=metadata)
 
     class Refused:  # Mooncake itself tries for 90 s
         setup = staticmethod(lambda *arguments: -1)

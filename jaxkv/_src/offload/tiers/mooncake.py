@@ -19,6 +19,7 @@ _CONTAINS_WITHIN_S = 0.1
 _MAX_NAMES = 4096  # of one question: a healthy master answers it in a fraction of this time
 _RETRY_AFTER_S = 5.0
 _NO_SERVER = "P2PHANDSHAKE"  # in place of the URL: clients ask each other
+_SCHEMES = ("http", "https", "etcd", "redis")  # of Mooncake's builds; that on PyPI lacks redis
 # Results of Mooncake's calls.
 _NOT_FOUND = -704
 _NO_ANSWER = (-900, -901)  # the master is not reachable; it has not answered in time
@@ -55,7 +56,8 @@ class MooncakeTier(QueuedTier):
       block_bytes: size of every block in bytes, at most 1 GiB.
       host: address of this machine for the other clients.
       master: address and port of the master.
-      metadata: URL of the metadata server.
+      metadata: URL of the metadata server, `http://HOST:PORT/metadata` or `etcd://HOST:PORT`; or
+        "P2PHANDSHAKE" without one.
       segment_bytes: bytes of memory that this process lends to the store; 0: none. The store
         evicts by its own rules.
       protocol: "tcp" or "rdma".
@@ -65,7 +67,7 @@ class MooncakeTier(QueuedTier):
     Raises:
       ImportError: Mooncake or libibverbs is not installed.
       ConnectionError: the master or the metadata server does not answer; Mooncake tries for 90 s.
-      ValueError: a number is not an integer, or is out of range; `metadata` is not a URL.
+      ValueError: a number is not an integer, or is out of range; `metadata` is neither.
     """
 
     def __init__(
@@ -83,10 +85,14 @@ class MooncakeTier(QueuedTier):
         block_bytes = block_file.checked_block_bytes("MooncakeTier", block_bytes)
         expected = "an integer, at least 0 bytes"
         segment_bytes = checked_integer("MooncakeTier: segment_bytes", segment_bytes, expected, 0)
-        if "://" not in metadata and metadata != _NO_SERVER:  # Mooncake would try for minutes
+        scheme, is_url, _ = metadata.partition("://")
+        # Mooncake takes HOST:PORT as etcd, for minutes, and ends the process at other schemes.
+        if metadata != _NO_SERVER and not (is_url and scheme in _SCHEMES):
+            where = metadata if metadata and not is_url else "HOST:PORT"
             raise ValueError(
-                f"MooncakeTier: metadata={metadata!r} is not a URL, such as "
-                "http://10.0.0.1:8080/metadata"
+                f"MooncakeTier: metadata={metadata!r} is not a URL of a metadata server; pass "
+                f"'http://{where}/metadata' for that of mooncake_master, 'etcd://{where}' for "
+                f"etcd, or {_NO_SERVER!r} for none"
             )
         super().__init__("MooncakeTier", block_bytes, num_threads, _MAX_BATCH)
         self._object_bytes = block_file.ALIGNMENT + block_bytes
