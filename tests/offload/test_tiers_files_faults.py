@@ -3,7 +3,9 @@
 import errno
 import os
 import shutil
+import signal
 import stat
+import threading
 import time
 
 import pytest
@@ -204,3 +206,35 @@ def test_copies_in_the_child_of_a_fork_are_misses(make):
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert all_there(tier, [key(0)])
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_the_child_of_a_fork_waits_for_no_lock_of_its_parent(make):
+    """Another thread holds all of them at the fork."""
+    tier = make()
+    assert write(tier, key(0))
+    held, forked = threading.Event(), threading.Event()
+
+    def hold():
+        with tier._state, tier._index._lock, tier._stop._cond:
+            held.set()
+            forked.wait(TIMEOUT_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(TIMEOUT_S)
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(int(TIMEOUT_S))  # ends a child that waits
+            found = tier.contains([key(0)])
+            tier.remove([key(0)])
+            tier.close()
+            queries = tier.metrics()["kv_offload_tier_queries"]
+            os._exit(found != [False] or queries != 1 or os.path.exists(path_of(tier, key(0))))
+        finally:
+            os._exit(2)
+    forked.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not read(tier, key(0)) and write(tier, key(1))

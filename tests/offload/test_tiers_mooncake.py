@@ -3,6 +3,7 @@
 What no real master does at a given moment, a store in this process does.
 """
 
+import os
 import threading
 import time
 from contextlib import closing
@@ -263,6 +264,24 @@ def test_removals_that_fail_raise(monkeypatch):
         monkeypatch.setattr(store, "health_check", lambda: 1)
         with pytest.raises(ConnectionError, match="does not answer"):
             tier.remove([key(0)])
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")  # of JAX, which the child does not use
+def test_the_child_of_a_fork_does_not_use_the_connection(monkeypatch):
+    """Not even to close it: the master would give up the memory that the parent lends."""
+    store = Store(num_answers=9)
+    with closing(tier_on(store, monkeypatch)) as tier:
+        if not (child := os.fork()):
+            try:
+                found = tier.contains([key(0)])
+                with pytest.raises(ValueError, match="child of a fork"):
+                    tier.remove([key(0)])
+                tier.close()
+                os._exit(any(found) or bool(store.asked or store.removed) or store.go.is_set())
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert tier.contains([key(0)]) == [True]
 
 
 def test_memory_that_mooncake_refuses_is_not_used(monkeypatch, caplog):

@@ -42,6 +42,10 @@ class FileIndex:
         for folder in (self.temporary, *self._folders):
             _make(folder)
 
+    def after_fork(self) -> None:
+        """In the child of a fork: a thread that it does not have may have held the lock."""
+        self._lock = threading.Lock()
+
     def path(self, key: bytes) -> str:
         name = key.hex()
         return os.path.join(self.directory, name[:2], name + _SUFFIX)

@@ -110,6 +110,11 @@ class FileTier(QueuedTier):
         super().close()
         self._stop.set()
 
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        self._index.after_fork()
+        self._stop = threading.Event()
+
     def _gauges(self) -> dict[str, float]:
         return {
             "kv_offload_tier_blocks": len(self._index),

@@ -125,13 +125,15 @@ class MooncakeTier(QueuedTier):
         """See `Tier`; asks the master in the caller's thread, also if `contains` had no answer.
 
         Raises:
-          ValueError: the tier is closed, or as for `Tier.contains`.
+          ValueError: the tier is closed, this is the child of a fork, or as for `Tier.contains`.
           OSError: the master does not answer, or cannot remove a block, which is then still found.
             The others are removed. Without an answer, the master is not asked again for 5 s.
         """
         keys = tuple(keys)
         self._check_keys("remove", keys)
         self._check_open("remove")
+        if self._is_child:
+            raise ValueError("MooncakeTier.remove: the child of a fork has no connection")
         if not keys:
             return
         # Not `_answers`: a lookup that was too slow is no reason to keep blocks.
@@ -148,7 +150,7 @@ class MooncakeTier(QueuedTier):
     def close(self) -> None:
         """See `Tier`; the blocks in the memory of this process are lost to the others."""
         super().close()
-        if not self._is_stuck():
+        if not self._is_stuck() and not self._is_child:  # the memory lent is that of the parent
             self._store.close()
 
     def _read(self, copies: Sequence[Copy]) -> list[bool]:

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -67,12 +68,13 @@ class QueuedTier(ABC):
         self._queues: tuple[deque[Copy], deque[Copy]] = (deque(), deque())  # reads, writes
         self._running = 0
         self._closed = False
-        self._pid = os.getpid()
+        self._is_child = False  # of a fork
         self._warned: dict[str, float] = {}
         self._threads = [
             threading.Thread(target=self._work, name=f"jaxkv-{name}-{i}", daemon=True)
             for i in range(num_threads)
         ]
+        _tiers.add(self)
 
     @abstractmethod
     def remove(self, keys: Iterable[bytes]) -> None:
@@ -93,6 +95,12 @@ class QueuedTier(ABC):
     def _gauges(self) -> dict[str, float]:
         return {}
 
+    def _after_fork(self) -> None:
+        """In the child of a fork: it has none of the threads, but perhaps locks that they held."""
+        self._is_child = True
+        self._state = threading.Condition()
+        self._queues, self._running, self._threads = (deque(), deque()), 0, []
+
     def _start(self) -> None:
         """Starts the threads, at the end of a subclass's constructor."""
         for thread in self._threads:
@@ -106,7 +114,8 @@ class QueuedTier(ABC):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`."""
         self._check_keys("contains", keys)
-        found = [False] * len(keys) if self._closed else self._contains(keys)
+        is_off = self._closed or self._is_child
+        found = [False] * len(keys) if is_off else self._contains(keys)
         self._count("block_queries", len(found))
         self._count("block_hits", sum(found))
         return found
@@ -164,7 +173,7 @@ class QueuedTier(ABC):
     ) -> Future[bool]:
         self._check_keys(operation, (key,))
         copy = Copy(key, buffer.cast("B"))
-        if os.getpid() != self._pid:  # the child of a fork has no threads, and perhaps a held lock
+        if self._is_child:
             copy.future.set_result(False)
             return copy.future
         with self._state:
@@ -254,6 +263,14 @@ class QueuedTier(ABC):
             self._warned[kind] = now
         LOGGER.warning("%s: %s", self._name, text)
 
+
+def _after_fork() -> None:
+    for tier in [*_tiers]:
+        tier._after_fork()
+
+
+_tiers: weakref.WeakSet[QueuedTier] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork)
 
 _WRITTEN = "kv_offload_tier_written_blocks"
 _MISSES = "kv_offload_tier_read_misses"
