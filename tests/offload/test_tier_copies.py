@@ -288,11 +288,12 @@ def test_no_block_is_pinned_for_a_write_that_the_tier_would_refuse(short_queues)
     assert copies.metrics()["kv_offload_uncascaded_blocks"] == 6
 
 
-def test_a_closed_tier_is_a_miss(machine):
+@pytest.mark.parametrize("error", [ValueError("the tier is closed"), OSError("injected")])
+def test_a_tier_that_takes_no_copies_is_a_miss(machine, error):
     copies, manager, tier = machine.copies, machine.manager, machine.tier
 
     def closed(*_):
-        raise ValueError("the tier is closed")
+        raise error
 
     tier.write = closed
     machine.store(REQUESTS[0])

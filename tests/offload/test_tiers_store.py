@@ -63,6 +63,30 @@ def test_reads_run_before_writes_and_failures_are_misses(monkeypatch, caplog):
     tier.close()
 
 
+def test_missing_results_are_misses(monkeypatch, caplog):
+    """A thread that ended would leave the copies of others queued."""
+    tier, buffer = SlowTier(), memoryview(bytearray(4))
+    monkeypatch.setattr(tier, "_write", lambda copies: [])
+    assert not tier.write(key(0), buffer).result(TIMEOUT_S) and "0 results" in caplog.text
+    tier.go.set()
+    assert tier.read(key(0), buffer).result(TIMEOUT_S)
+    tier.close()
+
+
+def test_a_store_whose_second_tier_fails_is_a_miss(monkeypatch, caplog):
+    first, second = SlowTier(), SlowTier()
+
+    def fail(*_):
+        raise OSError("injected")
+
+    monkeypatch.setattr(second, "read", fail)
+    read_of_both = TieredStore([first, second]).read(key(1), memoryview(bytearray(4)))
+    first.go.set()
+    assert not read_of_both.result(TIMEOUT_S) and "injected" in caplog.text
+    for tier in (first, second):
+        tier.close()
+
+
 def test_close_ends_queued_copies_as_misses():
     tier, buffer = SlowTier(), memoryview(bytearray(4))
     futures = [tier.read(key(0), buffer) for _ in range(3)]

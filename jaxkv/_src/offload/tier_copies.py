@@ -346,10 +346,12 @@ class TierCopies:
 def _submitted(
     call: Callable[[bytes, memoryview], Future[bool]], key: bytes, part: memoryview
 ) -> Future[bool]:
-    """A miss if the tier has been closed: serving goes on."""
+    """A miss if the tier has been closed, or fails: serving goes on, and no page stays pinned."""
     try:
         return call(key, part)
-    except ValueError:
+    except Exception as error:
+        if not isinstance(error, ValueError):
+            LOGGER.warning("OffloadEngine: a tier refused a copy, as a miss: %r", error)
         missed: Future[bool] = Future()
         missed.set_result(False)
         return missed

@@ -226,6 +226,8 @@ class QueuedTier(ABC):
         begun = time.monotonic()
         try:
             results = (self._read if is_read else self._write)(copies)
+            if len(results) != len(copies):
+                raise RuntimeError(f"{len(results)} results for {len(copies)} copies")
         except Exception as error:  # serving goes on: a future that never ends would stop it
             self._failed("read" if is_read else "write", error)
             results = [False] * len(copies)

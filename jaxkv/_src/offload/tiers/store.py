@@ -69,8 +69,14 @@ class TieredStore:
             return False
 
         def answer(done: Future[bool]) -> None:
-            if done.result() or not ask():
-                result.set_result(done.result())
+            try:
+                found = done.result()
+                is_over = found or not ask()
+            except Exception:  # of any type: a future that never ends would hold its page
+                LOGGER.exception("TieredStore: read failed, as a miss")
+                found, is_over = False, True
+            if is_over:
+                result.set_result(found)
 
         if not ask():
             raise errors[-1]
