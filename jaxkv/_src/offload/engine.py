@@ -139,8 +139,7 @@ class OffloadEngine:
     def discard(self, keys: Iterable[bytes]) -> None:
         """Removes blocks whose bytes are not trusted from the host pool and from the tiers.
 
-        Tiers remove them in a thread; blocks in flight to or from them are removed too. Errors: as
-        for `OffloadManager.discard`.
+        Tiers remove them in a thread, also blocks in flight. Errors: as `OffloadManager.discard`.
         """
         keys = checked_keys("discard", keys, ordered=False)
         self.manager.discard(keys)
@@ -368,8 +367,7 @@ class OffloadEngine:
 
         Raises:
           ValueError: `timeout_s` is not positive, or more than 1e9.
-          RuntimeError: a step with copies is in flight: wait for its result first. Or as for
-            `poll`: after the wait, if blocks of the tiers cannot be read into the pool.
+          RuntimeError: a step with copies is in flight; or, after the wait, as for `poll`.
         """
         timeout_s = checked_timeout_s(timeout_s)
         self._end_steps()
@@ -386,9 +384,9 @@ class OffloadEngine:
     def metrics(self) -> dict[str, float]:
         """Metrics of the manager and of the tiers, and of the copies between host memory and HBM.
 
-        As vLLM's, of loads: `kv_offload_load_bytes` (if the engine has the pool), of all shards;
-        `kv_offload_load_time`, seconds from `issue` to the `poll` that finds the end of the step,
-        an upper bound. The same of stores. Failed copies are not counted. See docs/offload.md.
+        As vLLM's: `kv_offload_load_bytes`, of all shards, if the engine has the pool, and
+        `kv_offload_load_time`, seconds from `issue` to the `poll` that finds the end, an upper
+        bound. The same of stores. Failed copies are not counted.
         """
         blocks = self.manager.metrics()
         queues = [*self._loads], [*self._stores]
