@@ -1,6 +1,8 @@
 """Page copies outside jit: where JAX runs one operation at a time, and forbids transfers."""
 
+import contextlib
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv._src.transfer import ids as page_ids
 from tests.util.async_cases import finish
 from tests.util.transfer_cases import DIRECTIONS, assert_rejected, make_case, mesh_of
 
@@ -85,6 +88,37 @@ def test_swap_of_uncommitted_arrays_returns_an_uncommitted_array():
         out = jaxkv.swap_blocks(src, dst, *IDS)
     np.testing.assert_array_equal(out, expected)
     assert not out.committed
+
+
+@contextlib.contextmanager
+def guard_of_process(level):
+    jax.config.update("jax_transfer_guard_host_to_device", level)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_transfer_guard_host_to_device", None)
+
+
+GUARDS = {
+    "none": (contextlib.nullcontext, 0),
+    "allow": (partial(jax.transfer_guard, "allow"), 0),
+    "log": (partial(jax.transfer_guard_host_to_device, "log"), 2),
+    "disallow": (partial(jax.transfer_guard_host_to_device, "disallow"), 2),
+    "disallow for the process": (partial(guard_of_process, "disallow"), 2),
+    "disallow other directions": (partial(jax.transfer_guard_device_to_host, "disallow"), 0),
+}
+
+
+@pytest.mark.parametrize("guard, uploads", GUARDS.values(), ids=GUARDS)
+def test_ids_are_uploaded_explicitly_only_under_a_guard(monkeypatch, guard, uploads):
+    """An explicit transfer takes more host time than that of an argument of jit."""
+    src, dst, expected = blocks()
+    upload = mock.Mock(wraps=page_ids._upload_like)
+    monkeypatch.setattr(page_ids, "_upload_like", upload)
+    with guard():
+        out = jaxkv.swap_blocks(src, dst, *IDS)
+    np.testing.assert_array_equal(out, expected)
+    assert upload.call_count == uploads
 
 
 DELETED = {

@@ -268,11 +268,14 @@ def known_ids(ids: CheckedIds) -> np.ndarray | None:
 
 
 def upload_ids(ids: IdPair, arrays: Sequence[Any]) -> IdPair:
-    """The ids; NumPy arrays on the devices of `arrays`.
+    """The ids; under a transfer guard, NumPy arrays on the devices of `arrays`.
 
-    An explicit transfer, unlike that of a NumPy argument of jit: `jax.transfer_guard` may forbid
-    implicit ones.
+    `jax.transfer_guard` may forbid implicit transfers, such as that of a NumPy argument of jit.
+    Without a guard jit transfers them, in less host time than explicit transfers take.
     """
+    guard = jax.config.jax_transfer_guard_host_to_device  # type: ignore[attr-defined]
+    if guard in (None, "allow"):
+        return ids
     like = next((array for array in arrays if isinstance(array, jax.Array)), None)
     first, second = (
         _upload_like(entry, like) if isinstance(entry, np.ndarray) else entry for entry in ids
