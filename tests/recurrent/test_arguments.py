@@ -27,7 +27,9 @@ def batch_of(*query_lens: int) -> BatchMetadata:
 @both_modes
 @given(
     INT32,
-    st.sampled_from([int, np.int64, np.array]),
+    st.sampled_from(
+        [int, np.int64, np.array, lambda step: [step], lambda step: np.array([[step]])]
+    ),
     st.lists(st.tuples(INT32, st.integers(1, 9)), min_size=1, max_size=4),
     st.sampled_from([np.int32, np.int64]),
 )
@@ -37,6 +39,43 @@ def test_start_of_integers_on_the_host(x64, step, kind, rows, dtype):
         started = DeferredCounts.start(counts, step=kind(step), request_ids=ids)
     assert started.packed.dtype == jnp.int32
     assert started.read(step=step, request_ids=ids).tolist() == counts.tolist()
+
+
+@both_modes
+@pytest.mark.parametrize("jitted", [False, True], ids=["no jit", "jit"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_start_of_a_step_of_one_element_on_the_device(x64, jitted, shape):
+    ones = np.ones(2, np.int32)
+
+    def start(step):
+        return DeferredCounts.start(ones, step=step, request_ids=ones)
+
+    with jax.enable_x64(x64):
+        started = (jax.jit(start) if jitted else start)(jnp.full(shape, 7, jnp.int32))
+    assert started.read(step=7, request_ids=[1, 1]).tolist() == [1, 1]
+
+
+@both_modes
+def test_python_integers_as_arguments_of_jit(x64):
+    """With x64 they are int64, of a weak type."""
+    start = jax.jit(
+        lambda step, one: DeferredCounts.start(
+            jnp.full(2, one), step=step, request_ids=jnp.full(2, 3 * one)
+        )
+    )
+    with jax.enable_x64(x64):
+        started = start(7, 1)
+    assert started.packed.dtype == jnp.int32
+    assert started.read(step=7, request_ids=[3, 3]).tolist() == [1, 1]
+
+
+@both_modes
+@pytest.mark.parametrize("empty", [[], np.zeros(0), np.zeros(0, int)], ids=repr)
+def test_start_without_rows(x64, empty):
+    with jax.enable_x64(x64):
+        started = DeferredCounts.start(empty, step=7, request_ids=empty)
+    assert started.packed.dtype == jnp.int32
+    assert started.read(step=7, request_ids=empty).shape == (0,)
 
 
 @both_modes
@@ -52,7 +91,7 @@ def test_start_of_a_step_outside_int32_raises(x64, step):
     "change, message",
     [
         ({"step": lambda: jnp.int64(3)}, r"step must be int32\[\], got int64\[\]"),
-        ({"step": lambda: np.ones(1, int)}, r"step must be int32\[\], got int32\[1\]"),
+        ({"step": lambda: np.ones(2, int)}, r"step must be int32\[\], got int32\[2\]"),
         ({"step": lambda: 3.0}, r"step must be int32\[\], got float64\[\]"),
         ({"request_ids": lambda: jnp.arange(2)}, r"request_ids must be int32\[2\], got int64\[2\]"),
         ({"request_ids": lambda: np.ones(2)}, r"request_ids must be int32\[2\], got float64\[2\]"),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -290,22 +290,33 @@ def _counts(
 ) -> jax.Array:
     """`values` as int32[*shape], of any integer dtype on the host and of int32 on the device.
 
-    A NumPy array with values below 0 is an error if `nonnegative`.
+    On the host, values below 0 are an error if `nonnegative`, and empty lists have no dtype. On the
+    device, results of Python integers alone have none: with jax_enable_x64 they are weak int64.
     """
     check_fits_int32(f"{operation}: {name}", values)
-    if nonnegative and isinstance(values, np.ndarray) and np.any(values < 0):
-        raise ValueError(f"{operation}: {name} must be at least 0 in each row, got {values.min()}")
-    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)):
-        on_host = np.asarray(values)
-        # With jax_enable_x64, JAX would keep int64.
-        values = on_host.astype(np.int32) if on_host.dtype.kind in "iu" else on_host
-    values = jnp.asarray(values)
+    given = _on_host(values)
+    if isinstance(given, np.ndarray) and (given.dtype.kind in "iu" or given.size == 0):
+        given = given.astype(np.int32)  # with jax_enable_x64, JAX would keep int64
+        if nonnegative and np.any(given < 0):
+            raise ValueError(
+                f"{operation}: {name} must be at least 0 in each row, got {given.min()}"
+            )
+    values = jnp.asarray(given)
+    if values.weak_type and jnp.issubdtype(values.dtype, jnp.integer):
+        values = values.astype(jnp.int32)
     if values.shape != shape or values.dtype != jnp.int32:
         wanted = ", ".join(map(str, shape))
         raise ValueError(
             f"{operation}: {name} must be int32[{wanted}], got {values.dtype}{[*values.shape]}"
         )
     return values
+
+
+def _on_host(values: ArrayLike) -> Array:
+    """Lists and numbers of the host as a NumPy array; others unchanged."""
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)):
+        return cast(Array, values)
+    return np.asarray(values)
 
 
 def can_skip_align_postprocess(

@@ -55,7 +55,7 @@ class DeferredCounts:
 
         Args:
           num_accepted: int32[B], accepted tokens of each row.
-          step: an int or int32[], step number.
+          step: an int, int32[] or int32[1], step number.
           request_ids: int32[B], request id of each row, chosen by the caller.
 
         Raises:
@@ -68,8 +68,9 @@ class DeferredCounts:
                 f"{operation}: num_accepted must be int32[B], got {np.ndim(num_accepted)} axes"
             )
         rows = np.shape(num_accepted)[0]
+        step_shape = np.shape(step) if np.size(step) == 1 else ()
         parts = [
-            _counts(operation, "step", step).reshape(1),
+            _counts(operation, "step", step, *step_shape).reshape(1),
             _counts(operation, "request_ids", request_ids, rows),
             _counts(operation, "num_accepted", num_accepted, rows),
         ]
