@@ -125,15 +125,19 @@ def test_int64_counts_on_the_host_do_not_spread_to_results(x64):
     assert {leaf.dtype for leaf in leaves} == {np.dtype(np.int32)}
 
 
+on_the_host = pytest.mark.parametrize("kind", [np.array, list], ids=["array", "list"])
+
+
+@on_the_host
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=4))
-def test_preprocess_rejects_counts_below_1_of_rows_with_tokens(rows):
+def test_preprocess_rejects_counts_below_1_of_rows_with_tokens(kind, rows):
     query_lens, accepted = np.array(rows).T
     batch, states = batch_of(*query_lens.tolist()), jnp.zeros((13, 4))
     columns = np.zeros(len(rows), np.int32)
 
     def run():
         return align_preprocess(
-            states, batch, accepted, kinds=StateKind.TEMPORAL, state_idx=columns
+            states, batch, kind(accepted), kinds=StateKind.TEMPORAL, state_idx=columns
         )
 
     wrong = np.flatnonzero((query_lens > 0) & (accepted < 1))
@@ -146,3 +150,22 @@ def test_preprocess_rejects_counts_below_1_of_rows_with_tokens(rows):
     )
     with pytest.raises(ValueError, match=message):
         run()
+
+
+@on_the_host
+@pytest.mark.parametrize(
+    "accepted, drafts, message",
+    [
+        ([1, 3], [0, 1], r"the accepted tokens of row 1 must be in \[1, 2\]"),
+        ([1, 1], [1, 1], "row 0 must have fewer drafts than its 1 query tokens, got num_drafts 1"),
+        ([1, 1], [-1, 1], "num_drafts must be at least 0 in each row, got -1"),
+        ([1, -1], [0, 1], "num_accepted must be at least 0 in each row, got -1"),
+    ],
+)
+def test_counts_that_contradict_the_batch_are_rejected(kind, accepted, drafts, message):
+    batch, states = batch_of(1, 2), jnp.zeros((13, 4))
+    accepted, drafts = kind(accepted), kind(drafts)
+    with pytest.raises(ValueError, match=f"recurrent.advance: {message}"):
+        advance(batch, accepted, num_drafts=drafts, next_query_lens=np.ones(2, int))
+    with pytest.raises(ValueError, match=f"recurrent.align_postprocess: {message}"):
+        align_postprocess(states, batch, accepted, kinds=StateKind.TEMPORAL, num_drafts=drafts)

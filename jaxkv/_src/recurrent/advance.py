@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxkv._src.recurrent.align import _check_step, _counts
+from jaxkv._src.recurrent.align import _check_step, _counts, _on_host
 from jaxkv._src.runtime.bounds import check_bounds
 from jaxkv.metadata.checks import at_least_1
 from jaxkv.metadata.common import BatchMetadata, check_batch, num_computed_tokens
@@ -55,7 +55,7 @@ def advance(
     check_batch(operation, batch)
     (cp_world_size,) = at_least_1(cp_world_size=cp_world_size)
     rows = batch.max_num_reqs
-    given = num_accepted, num_drafts
+    given = _on_host(num_accepted), _on_host(num_drafts)
     num_accepted = _counts(operation, "num_accepted", num_accepted, rows, nonnegative=True)
     num_drafts = _counts(operation, "num_drafts", num_drafts, rows, nonnegative=True)
     next_query_lens = _counts(operation, "next_query_lens", next_query_lens, rows, nonnegative=True)

@@ -176,7 +176,7 @@ def _align(
     num_blocks = _check_states(leaves, leaf_kinds)
     check_unsharded(jax.tree.leaves((leaves, batch, num_accepted, known)))
     rows = batch.max_num_reqs
-    given = num_accepted, known
+    given = _on_host(num_accepted), _on_host(known)
     num_accepted = _counts(operation, "num_accepted", num_accepted, rows, nonnegative=True)
     known = _counts(operation, known_name, known, rows, nonnegative=not before)
     if before:
