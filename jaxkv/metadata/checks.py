@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from jax.typing import ArrayLike
+
+from jaxkv._src.runtime.int32 import check_fits_int32
 
 
 def check_rows(name: str, array: ArrayLike, rows: int, *others: int | str) -> None:
@@ -31,16 +34,46 @@ def check_flags(name: str, array: ArrayLike, rows: int) -> None:
 
 def check_field(operation: str, name: str, array: ArrayLike, *sizes: int | str) -> None:
     """Raises a ValueError unless the field of a batch is int32[*sizes]; a string is any size."""
-    shape, dtype = np.shape(array), getattr(array, "dtype", type(array).__name__)
+    shape, dtype = np.shape(array), getattr(array, "dtype", None)
     fixed = [(i, size) for i, size in enumerate(sizes) if isinstance(size, int)]
     is_int32 = dtype == np.int32
     if is_int32 and len(shape) == len(sizes) and all(shape[i] == size for i, size in fixed):
         return
     wanted = ", ".join(map(str, sizes))
-    remedy = "see BatchMetadata" if is_int32 else "cast it to int32, and sum with dtype=jnp.int32"
+    if is_int32:
+        remedy = "see BatchMetadata"
+    elif dtype is None:
+        remedy = "pass an int32 array" if sizes else "pass an integer, or int32[] on the device"
+    else:
+        remedy = "cast it to int32, and sum with dtype=jnp.int32"
     raise ValueError(
-        f"{operation}: batch.{name} must be int32[{wanted}], got {dtype}{[*shape]}: {remedy}"
+        f"{operation}: batch.{name} must be int32[{wanted}], got "
+        f"{dtype or type(array).__name__}{[*shape]}: {remedy}"
     )
+
+
+def as_int32_scalar(name: str, value: Any) -> Any:
+    """An integer of Python or NumPy as NumPy int32[]; others, such as tracers, unchanged.
+
+    As an argument of jit, it would be int64 with jax_enable_x64.
+
+    Raises:
+      ValueError: it exceeds int32.
+    """
+    if isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu":
+        value = value[()]
+    if isinstance(value, np.int32 | bool) or not isinstance(value, int | np.integer):
+        return value
+    check_fits_int32(name, value)
+    return np.int32(value)
+
+
+def as_python_int(value: Any) -> Any:
+    """An integer as a Python integer: NumPy's would promote int32 to int64 under x64."""
+    try:
+        return value if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        return value
 
 
 def check_has_rows(rows: int) -> None:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.metadata.checks import at_least_1, check_field, integers
+from jaxkv.metadata.checks import as_int32_scalar, as_python_int, at_least_1, check_field, integers
 from jaxkv.metadata.host_batch import NULL_BLOCK as NULL_BLOCK
 from jaxkv.metadata.host_batch import (
     blocks_of,
@@ -30,6 +30,8 @@ from jaxkv.metadata.host_batch import (
 from jaxkv.metadata.segments import Array, count_before, int32_on_device, on_device, row_of
 
 PAD_SLOT = -1  # slot of a token that is not stored in this rank's cache
+
+_ARRAYS = (np.int32, jax.Array)  # once: a union takes longer to create than to check
 
 
 @jax.tree_util.register_dataclass
@@ -45,8 +47,9 @@ class BatchMetadata:
       query_start_loc: int32[B + 1], start of the query tokens of each row; non-decreasing from 0.
       seq_lens: int32[B], context length of each row in tokens, including this step.
       block_table: int32[B, W], block ids of each row in order.
-      num_reqs: int32[], number of rows.
+      num_reqs: int32[], number of rows; given as an integer, NumPy int32[].
       num_tokens: int32[], number of query tokens; those from `query_start_loc[-1]` on are padding.
+        Given as an integer, NumPy int32[].
       max_num_tokens: T, upper bound of query tokens.
       block_size: tokens per block.
 
@@ -61,6 +64,19 @@ class BatchMetadata:
     num_tokens: jax.Array
     max_num_tokens: int = dataclasses.field(metadata={"static": True})
     block_size: int = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_tokens", "block_size"):
+            if type(size := getattr(self, name)) is not int:
+                self._set(name, as_python_int(size))
+        for name in ("num_reqs", "num_tokens"):
+            value: Any = getattr(self, name)
+            # A pytree of other leaves, such as axes for jax.vmap, has no arrays.
+            if not isinstance(value, _ARRAYS) and hasattr(self.seq_lens, "dtype"):
+                self._set(name, as_int32_scalar(f"BatchMetadata: {name}", value))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the dataclass is frozen
 
     @classmethod
     def from_host(
@@ -154,7 +170,7 @@ def check_batch(operation: str, batch: BatchMetadata) -> None:
 
     Raises:
       TypeError: not a BatchMetadata.
-      ValueError: a field of another dtype or shape, or a size that is not a Python int >= 1.
+      ValueError: a field of another dtype or shape, or a size that is not an integer >= 1.
     """
     if not isinstance(batch, BatchMetadata):
         raise TypeError(
@@ -169,8 +185,8 @@ def check_batch(operation: str, batch: BatchMetadata) -> None:
     check_field(operation, "num_tokens", batch.num_tokens)
     for name in ("max_num_tokens", "block_size"):
         size = getattr(batch, name)
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{operation}: batch.{name} must be a Python int >= 1, got {size!r}")
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{operation}: batch.{name} must be an integer >= 1, got {size!r}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,7 @@ def test_functions_are_found():
 )
 def test_fields_of_other_dtypes_and_shapes_are_rejected(name, field, dtype, shape):
     wanted, named = SHAPES[field], field
+    assume(shape or wanted or not np.issubdtype(dtype, np.integer))  # integers: any dtype
     if dtype == "int32" and len(shape) == len(wanted):
         assume(shape[:1] != wanted[:1])  # any number of columns
         named = "query_start_loc" if field == "seq_lens" else field  # must follow the rows
@@ -75,12 +77,11 @@ def test_fields_of_other_dtypes_and_shapes_are_rejected(name, field, dtype, shap
 
 
 @every_function
-@pytest.mark.parametrize("value", [np.int64(4), 0, 4.0, None])
+@pytest.mark.parametrize("value", [0, np.int64(-1), 4.0, np.float32(4), True, None])
 @pytest.mark.parametrize("size", ["block_size", "max_num_tokens"])
-def test_sizes_that_are_not_python_integers_are_rejected(name, size, value):
-    """A NumPy integer would promote int32 to int64 with jax_enable_x64."""
-    message = re.escape(f"{name}: batch.{size} must be a Python int >= 1, got {value!r}")
-    with pytest.raises(ValueError, match=message):
+def test_sizes_that_are_not_integers_are_rejected(name, size, value):
+    message = f"{name}: batch.{size} must be an integer >= 1, got "
+    with pytest.raises(ValueError, match=re.escape(message)):
         call(name, replaced(**{size: value}))
 
 
@@ -92,9 +93,79 @@ def test_other_types_are_rejected(name, batch):
         call(name, batch)
 
 
-def test_a_number_of_python_is_rejected():
-    with pytest.raises(ValueError, match=r"batch.num_reqs must be int32\[\], got int\[\]: cast it"):
-        metadata.ragged_paged.build(replaced(num_reqs=2))
+def built(batch: metadata.BatchMetadata) -> Any:
+    functions = metadata.flashinfer.build, metadata.ragged_paged.build, metadata.token_positions
+    return batch, [function(batch) for function in functions]
+
+
+def run(batch: metadata.BatchMetadata, jitted: bool, x64: bool) -> Any:
+    with jax.enable_x64(x64):
+        return jax.device_get((jax.jit(built) if jitted else built)(batch))
+
+
+each_mode = pytest.mark.parametrize(
+    "jitted, x64", [*itertools.product([False, True], repeat=2)], ids=["-", "x64", "jit", "jit-x64"]
+)
+
+
+@each_mode
+@pytest.mark.parametrize(
+    "kind", [int, np.int64, np.uint8, np.array], ids=lambda kind: kind.__name__
+)
+def test_integers_of_the_host(kind, jitted, x64):
+    """With x64, sizes of NumPy would promote int32 to int64, as integers that are arguments."""
+    fields = "num_reqs", "num_tokens", "max_num_tokens", "block_size"
+    batch = replaced(**{field: kind(getattr(BATCH, field)) for field in fields})
+    out, wanted = run(batch, jitted, x64), run(BATCH, jitted, False)
+    assert str(jax.tree.structure(out)) == str(jax.tree.structure(wanted))
+    for ours, theirs in zip(jax.tree.leaves(out), jax.tree.leaves(wanted), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@each_mode
+@pytest.mark.parametrize("value", [2.0, True, np.float32(2), np.bool_(True), np.ones(1, np.int32)])
+def test_other_numbers_of_the_host_are_rejected(value, jitted, x64):
+    with pytest.raises(ValueError, match=r"batch.num_reqs must be int32\[\], got "):
+        run(replaced(num_reqs=value), jitted, x64)
+
+
+@pytest.mark.parametrize("value", [2**31, np.int64(-(2**31) - 1), np.uint64(2**63)])
+def test_integers_outside_int32_are_rejected(value):
+    with pytest.raises(ValueError, match=f"BatchMetadata: num_tokens must fit int32, got {value}"):
+        replaced(num_tokens=value)
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("num_reqs", 2.0, "got float[]: pass an integer, or int32[] on the device"),
+        ("seq_lens", [4, 20, 0, 0], "got list[4]: pass an int32 array"),
+        ("seq_lens", np.zeros(4), "got float64[4]: cast it to int32"),
+        ("seq_lens", np.zeros((4, 1), np.int32), "got int32[4, 1]: see BatchMetadata"),
+    ],
+)
+def test_the_error_names_a_remedy(field, value, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        metadata.token_positions(replaced(**{field: value}))
+
+
+def test_a_size_that_is_traced_is_rejected():
+    @jax.jit
+    def positions(size):
+        return metadata.token_positions(replaced(block_size=size))
+
+    with pytest.raises(ValueError, match=r"batch.block_size must be an integer >= 1, got "):
+        positions(4)
+
+
+def test_other_leaves_are_unchanged():
+    """A batch of axes for jax.vmap, which accepts no NumPy integers."""
+    axes = jax.tree.map(lambda _: 0, BATCH)
+    assert [type(axis) for axis in jax.tree.leaves(axes)] == [int] * 5
+    batches = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), BATCH)
+    out = jax.vmap(metadata.token_positions, in_axes=(axes,))(batches)
+    np.testing.assert_array_equal(out, [metadata.token_positions(BATCH)] * 2)
 
 
 @pytest.mark.parametrize("dtype", [None, np.int32])
