@@ -102,19 +102,26 @@ nb::object view_of(const std::shared_ptr<PinnedMemory>& memory) {
   return nb::cast(Bytes(memory->data(), {memory->num_bytes()}, held));
 }
 
-// Does not own the memory. An address alone may become that of other memory.
-struct PinnedMemoryRef {
-  explicit PinnedMemoryRef(uintptr_t address)
-      : memory(PinnedMemory::find(reinterpret_cast<const void*>(address))) {}
+// Does not own the memory. An address alone may become that of other memory. A capsule: nanobind
+// reports instances of its classes that live until the process ends as leaked.
+using PinnedRef = std::weak_ptr<PinnedMemory>;
 
-  nb::object view() const { return view_of(memory.lock()); }
-  int num_arrays() const {
-    const auto found = memory.lock();
-    return found ? found->num_arrays.load() : 0;
-  }
+nb::capsule pinned_ref(uintptr_t address) {
+  auto ref =
+      std::make_unique<PinnedRef>(PinnedMemory::find(reinterpret_cast<const void*>(address)));
+  nb::capsule capsule(ref.get(), [](void* p) noexcept { delete static_cast<PinnedRef*>(p); });
+  (void)ref.release();
+  return capsule;
+}
 
-  std::weak_ptr<PinnedMemory> memory;
-};
+nb::object view_of_ref(const nb::capsule& ref) {
+  return view_of(static_cast<PinnedRef*>(ref.data())->lock());
+}
+
+int num_arrays(const nb::capsule& ref) {
+  const auto memory = static_cast<PinnedRef*>(ref.data())->lock();
+  return memory ? memory->num_arrays.load() : 0;
+}
 
 nb::object pinned_view(uintptr_t address) {
   return view_of(PinnedMemory::find(reinterpret_cast<const void*>(address)));
@@ -140,11 +147,12 @@ void bind_pinned_memory(nb::module_& m) {
   m.def("pinned_view", &pinned_view, nb::arg("address"),
         "The bytes of the pinned tensor that begins at an address, read-only, without a copy; "
         "None if there is no such tensor. The view owns the memory too.");
-  nb::class_<PinnedMemoryRef>(m, "PinnedMemoryRef",
-                              "The pinned memory that begins at an address, without owning it.")
-      .def(nb::init<uintptr_t>(), nb::arg("address"))
-      .def("view", &PinnedMemoryRef::view, "As `pinned_view`; None once the memory is free.")
-      .def("num_arrays", &PinnedMemoryRef::num_arrays, "The number of JAX's arrays in it.");
+  m.def("pinned_ref", &pinned_ref, nb::arg("address"),
+        "Refers to the pinned memory that begins at an address, without owning it.");
+  m.def("pinned_ref_view", &view_of_ref, nb::arg("ref"),
+        "`pinned_view` of what a `pinned_ref` refers to; None once the memory is free.");
+  m.def("num_pinned_arrays", &num_arrays, nb::arg("ref"),
+        "The number of JAX's arrays in the pinned memory that a `pinned_ref` refers to.");
   m.def("nodes_of_pages", &nodes_of_pages, nb::arg("address"), nb::arg("num_bytes"), without_gil,
         "The NUMA node of each page of a sample, or a negative errno.");
   m.def("wait_for_frees", &wait_for_frees, without_gil,

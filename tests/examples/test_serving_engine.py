@@ -17,7 +17,7 @@ from examples.serving.request import Request
 from examples.serving.sampling import Sampling
 from examples.serving.step import copy_implementation
 from jaxkv._src.cache.host_layout import PageGeometry
-from jaxkv._src.offload import engine as offload_engine
+from jaxkv._src.offload import step_result
 
 pytestmark = pytest.mark.end_to_end
 
@@ -280,7 +280,7 @@ def test_loads_of_discarded_blocks_are_computed_anew(issued, monkeypatch):
     engine = make_engine(num_hbm_pages=44, num_host_pages=120)
     batch, answers = loading(engine)
     with monkeypatch.context() as patched:  # however fast the device is
-        patched.setattr(offload_engine, "is_over", lambda result: False)
+        patched.setattr(step_result, "is_over", lambda result: False)
         while issued and not batch[1].placement.load.issued:
             engine.step()
     keys = batch[1].placement.load.keys

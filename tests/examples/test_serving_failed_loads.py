@@ -6,7 +6,7 @@ import pytest
 
 import jaxkv
 from examples.serving.request import Request
-from jaxkv._src.offload import engine as offload_engine
+from jaxkv._src.offload import step_result
 from jaxkv._src.offload.page_memory import PoolMemory
 from tests.examples.test_serving_engine import NEW_TOKENS, make_engine, prompts, run
 from tests.util.sparse_cases import Pair
@@ -41,7 +41,7 @@ def submit(engine, prompt, monkeypatch):
     request = Request(prompt, NEW_TOKENS)
     engine.submit(request)
     with monkeypatch.context() as patched:
-        patched.setattr(offload_engine, "is_over", lambda result: False)
+        patched.setattr(step_result, "is_over", lambda result: False)
         while not (request.placement and request.placement.load and request.placement.load.issued):
             engine.step()
     assert request.placement.loaded > 10 and not request.placement.load.done

@@ -46,7 +46,7 @@ class PoolMemory:
         self._runs: list[np.ndarray[Any, Any]] = []
         for start in sorted(shards):
             memory = writable(view_of(pool.data, shards[start].device))
-            self._memory.append(native.extension().PinnedMemoryRef(memory.ctypes.data))
+            self._memory.append(native.extension().pinned_ref(memory.ctypes.data))
             self._runs += [*memory.reshape(_num_runs(pool), pool.num_pages, -1)]
         self.block_bytes = self._runs[0].shape[1]
         what = f"{description(pool.spec)} {pool.layout} {pool.head_groups} {len(shards)}"
@@ -61,7 +61,7 @@ class PoolMemory:
 
     def is_in_use(self) -> bool:
         """Whether the shards are still arrays of JAX, rather than copies that a step returned."""
-        return all(memory.num_arrays() for memory in self._memory)
+        return all(map(native.extension().num_pinned_arrays, self._memory))
 
 
 def num_pages_of(pool: HostPool | int) -> int:

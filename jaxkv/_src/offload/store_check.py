@@ -30,7 +30,7 @@ class StoreCheck:
     def __init__(self, pool: HostPool) -> None:
         shard = pool.data.addressable_shards[0]
         address = view_of(pool.data, shard.device).ctypes.data
-        self._memory = native.extension().PinnedMemoryRef(address)
+        self._memory = native.extension().pinned_ref(address)
         of_shard: Any = jax.ShapeDtypeStruct(shard.data.shape, shard.data.dtype)
         layout = dataclasses.replace(pool, data=of_shard).host_layout
         self._stride, self._offsets = _positions(layout)
@@ -70,7 +70,10 @@ class StoreCheck:
 
     def _bytes(self) -> np.ndarray[Any, Any] | None:
         """The memory, unless it is no longer that of a pool."""
-        view = self._memory.view() if self._memory.num_arrays() else None
+        extension = native.extension()
+        view = None
+        if extension.num_pinned_arrays(self._memory):
+            view = extension.pinned_ref_view(self._memory)
         return None if view is None else writable(view)
 
 
