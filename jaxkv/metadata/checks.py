@@ -85,9 +85,11 @@ def check_has_rows(rows: int) -> None:
         )
 
 
-def check_threshold(decode_threshold: int) -> None:
+def check_threshold(decode_threshold: int) -> int:
+    """The threshold as a Python integer; raises a ValueError if it is negative."""
     if decode_threshold < 0:
         raise ValueError(f"decode_threshold must be >= 0 tokens, got {decode_threshold}")
+    return as_python_int(decode_threshold)
 
 
 def check_drafts(operation: str, num_draft_tokens: ArrayLike, num_spec_tokens: int) -> None:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.metadata.checks import (
+    as_python_int,
     at_least_1,
     check_accepted,
     check_drafts,
@@ -168,6 +169,7 @@ def build(
     """
     check_batch("mamba.build", batch)
     _check_mode(mode)
+    num_spec_tokens = as_python_int(num_spec_tokens)
     if chunk_size is not None:
         (chunk_size,) = at_least_1(chunk_size=chunk_size)
     _check_rows(batch, is_prefilling, num_accepted_tokens, num_draft_tokens)

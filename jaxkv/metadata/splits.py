@@ -79,7 +79,7 @@ def split_decodes_and_prefills(
     """
     check_batch("split_decodes_and_prefills", batch)
     check_has_rows(batch.max_num_reqs)
-    check_threshold(decode_threshold)
+    decode_threshold = check_threshold(decode_threshold)
     if not treat_short_extends_as_decodes and is_prefilling is None:
         raise ValueError("treat_short_extends_as_decodes=False requires is_prefilling, bool[B]")
     if is_prefilling is not None:
@@ -142,7 +142,7 @@ def split_decodes_prefills_and_extends(
     """
     check_batch("split_decodes_prefills_and_extends", batch)
     check_has_rows(batch.max_num_reqs)
-    check_threshold(decode_threshold)
+    decode_threshold = check_threshold(decode_threshold)
     batch = on_device(batch)
     is_long = batch.query_lens > decode_threshold
     is_prefill = is_long & (batch.seq_lens == batch.query_lens)
@@ -228,7 +228,7 @@ def reorder_batch_on_device(
     check_batch("reorder_batch_on_device", batch)
     check_has_rows(batch.max_num_reqs)
     check_rows("num_prompt", num_prompt, batch.max_num_reqs)
-    check_threshold(decode_threshold)
+    decode_threshold = check_threshold(decode_threshold)
     batch = on_device(batch)
     prompts = int32_on_device("num_prompt", num_prompt)
     rows = _order(_regions(batch, prompts, decode_threshold))
@@ -266,7 +266,9 @@ def _regions(batch: BatchMetadata, num_prompt: jax.Array, decode_threshold: int)
 def _order(region: jax.Array) -> jax.Array:
     """int32[B]: misplaced rows, stably sorted by region, fill the misplaced places in order."""
     index = jnp.arange(region.shape[0], dtype=jnp.int32)
-    ends = jnp.sum(region[:, None] <= jnp.arange(_PADDING)[None], axis=0, dtype=jnp.int32)
+    ends = jnp.sum(
+        region[:, None] <= jnp.arange(_PADDING, dtype=jnp.int32)[None], axis=0, dtype=jnp.int32
+    )
     region_here = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
     misplaced = region != region_here
     before = index[None] < index[:, None]

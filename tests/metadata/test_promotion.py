@@ -20,10 +20,12 @@ def flex(batch: metadata.BatchMetadata) -> Any:
     """Update and masks of flex."""
     ranges, blocks = np.array([[[0, 1]]] * FEW.max_num_reqs, np.int32), num_blocks_of(FEW)
     built = metadata.flex.build(batch, num_blocks=blocks, mm_prefix_range=ranges, updatable=True)
-    token = jnp.arange(batch.max_num_tokens)
+    token, slot = (
+        jnp.arange(n, dtype=jnp.int32) for n in (batch.max_num_tokens, blocks * batch.block_size)
+    )
     mask = metadata.flex.encoder_mask(built.doc_ids, token[:, None], token[None], sliding_window=4)
     built = metadata.flex.update(built, batch, mm_prefix_range=ranges)
-    return built, mask, built.mask(token[:, None], jnp.arange(blocks * batch.block_size)[None])
+    return built, mask, built.mask(token[:, None], slot[None])
 
 
 OTHERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
@@ -51,11 +53,13 @@ OTHERS: dict[str, Callable[[metadata.BatchMetadata], Any]] = {
 NAMED = {f"of int64: {name}": build for name, build in OF_INT64.items()} | BUILDERS | OTHERS
 
 
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 @pytest.mark.parametrize("name", NAMED)
-def test_no_implicit_promotion(name):
+def test_no_implicit_promotion(name, x64):
     """Of arguments, and of NumPy arrays that a traced function closes over."""
     batch, build = CASES[0].batch(), NAMED[name]
-    want = jax.tree.leaves(jax.eval_shape(build, batch))
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        for got in (jax.eval_shape(build, batch), jax.eval_shape(lambda: build(batch))):
-            assert jax.tree.leaves(got) == want
+    with jax.enable_x64(x64):
+        want = jax.tree.leaves(jax.eval_shape(build, batch))
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            for got in (jax.eval_shape(build, batch), jax.eval_shape(lambda: build(batch))):
+                assert jax.tree.leaves(got) == want
