@@ -283,11 +283,12 @@ def test_layer_is_overwritten_in_place_after_its_wait(direction, named):
     assert not arrays & copied_shapes(step, case.pool(), cache, *ids)
 
 
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_each_device_copies_its_heads(direction, named):
+def test_each_device_copies_its_heads(direction, axis_type, named):
     case = make_case("page_first_direct", num_kv_heads=4)
     numpy_ids, ids = ids_of(case, 5, None)
-    mesh = mesh_of(2)
+    mesh = mesh_of(2, axis_type)
     ids = [as_ids(side, named, jax.NamedSharding(mesh, jax.P())) for side in numpy_ids]
     placed = {"mesh": mesh, "head_axis": "tp"}
     pool, cache = case.pool(**placed), case.cache(**placed)

@@ -185,8 +185,9 @@ def test_non_integer_layer_is_rejected(named):
 
 
 @pytest.mark.multigpu
-def test_wait_for_a_sharded_handle_requires_shard_map(named):
-    case, mesh = make_case(), mesh_of(2)
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_wait_for_a_sharded_handle_requires_shard_map(axis_type, named):
+    case, mesh = make_case(), mesh_of(2, axis_type)
     placed = {"mesh": mesh, "head_axis": "tp"}
     pool, cache = case.pool(**placed), case.cache(**placed)
     sharding = jax.NamedSharding(mesh, jax.P())
@@ -201,11 +202,12 @@ def test_wait_for_a_sharded_handle_requires_shard_map(named):
 
 
 @pytest.mark.multigpu
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 @pytest.mark.parametrize("kept", [True, False], ids=["same sharding", "other sharding"])
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # those that are resharded
-def test_sharding_constraint_is_transparent_unless_xla_reshards(kept, named):
+def test_sharding_constraint_is_transparent_unless_xla_reshards(kept, axis_type, named):
     """jax 0.11 constrains the results of a `shard_map` over explicit axes to their shardings."""
-    case, mesh = make_case(), mesh_of(2)
+    case, mesh = make_case(), mesh_of(2, axis_type)
     placed = {"mesh": mesh, "head_axis": "tp"}
     pool, cache = case.pool(**placed), case.cache(**placed)
     sharding = jax.NamedSharding(mesh, jax.P())
@@ -223,7 +225,8 @@ def test_sharding_constraint_is_transparent_unless_xla_reshards(kept, named):
     @partial(jax.jit, donate_argnums=1)
     def step(*args):
         to = jax.NamedSharding(mesh, jax.P("tp") if kept else jax.P())
-        return jax.lax.with_sharding_constraint(begin(*args), to)
+        constrain = jax.lax.with_sharding_constraint if axis_type == "Auto" else jax.reshard
+        return constrain(begin(*args), to)
 
     joined = joins(step, pool, cache, *ids)
     waits = "@jaxkv_wait_copy" in step.lower(pool, cache, *ids).as_text()

@@ -64,9 +64,7 @@ def test_lists_of_ids_are_explicit_transfers(direction):
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_lists_of_ids_for_replicated_arrays(direction, axis_type):
-    case, mesh = make_case(), mesh_of(2)
-    kind = getattr(jax.sharding.AxisType, axis_type)
-    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,))
+    case, mesh = make_case(), mesh_of(2, axis_type)
     check(direction, case.pool(mesh=mesh), case.cache(mesh=mesh), case)
 
 

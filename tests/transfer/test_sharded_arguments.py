@@ -120,9 +120,10 @@ def test_start_on_replicated_arrays_is_rejected(operation, jitted, partitioner):
     assert_rejected(lambda: call(*state_on(mesh_of(2), None, None)), ValueError, *words)
 
 
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "no jit"])
-def test_wait_for_replicated_arrays_is_rejected(jitted, partitioner):
-    mesh = mesh_of(2)
+def test_wait_for_replicated_arrays_is_rejected(jitted, axis_type, partitioner):
+    mesh = mesh_of(2, axis_type)
     pool, cache = state_on(mesh, None, None)
     start = partial(jaxkv.start_load, host_pages=IDS, device_pages=IDS)
     start = jax.shard_map(

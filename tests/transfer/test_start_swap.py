@@ -359,8 +359,9 @@ def test_groups_have_a_handle_each():
         case.check(case.finish(swapping[name]))
 
 
-def test_each_device_copies_its_shard(named):
-    mesh = mesh_of(2)
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_each_device_copies_its_shard(axis_type, named):
+    mesh = mesh_of(2, axis_type)
     src, dst = np.arange(2 * 9 * 8).reshape(9, 16), np.zeros((12, 16), int)
     src, dst = src.astype(np.float32), dst.astype(np.float32)
     sharding = jax.NamedSharding(mesh, jax.P(None, "tp"))

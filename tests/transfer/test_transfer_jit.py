@@ -263,8 +263,7 @@ def test_state_written_with_varying_ids_is_not_replicated(operation):
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_mesh_axis_of_one_device_is_unsharded(direction, axis_type, inside_jit):
-    axis_types = (getattr(jax.sharding.AxisType, axis_type),)
-    mesh = jax.sharding.Mesh(mesh_of(1).devices, ("tp",), axis_types=axis_types)
+    mesh = mesh_of(1, axis_type)
     case = make_case()
     ids = distinct_ids(case, 5)
     pool, cache = (getattr(case, name)(mesh=mesh, head_axis="tp") for name in ("pool", "cache"))

@@ -219,8 +219,10 @@ def fails_at_once(implementation: str | None, inside_jit: bool) -> bool:
     return implementation == "dma" and not inside_jit
 
 
-def mesh_of(devices: int) -> Mesh:
+def mesh_of(devices: int, axis_type: str = "Auto") -> Mesh:
+    """A mesh with one axis; `jax.make_mesh` makes explicit ones."""
     found = jax.devices()
     if len(found) < devices:
         pytest.skip(f"needs {devices} devices, found {len(found)} on {found[0].platform}")
-    return Mesh(np.array(found[:devices]), ("tp",))
+    axis_types = (getattr(jax.sharding.AxisType, axis_type),)
+    return Mesh(np.array(found[:devices]), ("tp",), axis_types=axis_types)

@@ -209,7 +209,9 @@ def _wait(
         tickets = []
         results = [result.update(memory_space=jax.memory.Space.Host) for result in results]
     else:
-        tickets = [_ticket_like(jax.typeof(like), operands[0].shape[0])]
+        # Outside `shard_map`, explicit mesh axes: sharded as before.
+        sharding = jax.typeof(operands[0]).sharding
+        tickets = [_ticket_like(jax.typeof(like), operands[0].shape[0]).update(sharding=sharding)]
     call = jax.ffi.ffi_call(
         WAIT_TARGET,
         [*tickets, *results],

@@ -12,6 +12,7 @@ from jaxkv._src.runtime.custom_calls import target_of
 
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
 _LOOP = "stablehlo.while"
+_SHARDING = "sdy.sharding"
 # Custom calls of JAX whose result aliases the operand.
 _PASS_THROUGH = (
     "Sharding",
@@ -69,7 +70,7 @@ class BufferAliases:
 
     def sharding(self, argument: ir.Value) -> str | None:
         """The sharding of an argument of the program, as text; None if it has none."""
-        for name in ("sdy.sharding", "mhlo.sharding"):
+        for name in (_SHARDING, "mhlo.sharding"):
             if name in self._attributes(argument):
                 return str(self._attributes(argument)[name])
         return None
@@ -114,7 +115,7 @@ class BufferAliases:
                 return [call.results[i] for call in self._calls[_symbol(parent)]]
             case "sdy.manual_computation":
                 return [_arguments(operation)[i]]
-            case "sdy.sharding_constraint" if _keeps_sharding(operation):
+            case "sdy.sharding_constraint" if self._keeps_sharding(operation):
                 return [operation.results[0]]
             case "stablehlo.while":  # may run zero iterations
                 return [operation.results[i], _arguments(operation, region=1)[i]]
@@ -157,8 +158,6 @@ class BufferAliases:
         match operation.name:
             case "stablehlo.while":
                 return [operation.operands[i], _terminator(operation, region=1).operands[i]]
-            case "sdy.sharding_constraint" if _keeps_sharding(operation):
-                return [operation.operands[0]]
             case "stablehlo.custom_call" if target_of(operation) in _PASS_THROUGH:
                 return [operation.operands[0]]
         return []
@@ -168,6 +167,8 @@ class BufferAliases:
         match operation.name:
             case "stablehlo.optimization_barrier":
                 return [operation.operands[i]]
+            case "sdy.sharding_constraint" if self._keeps_sharding(operation):
+                return [operation.operands[0]]
             case "stablehlo.custom_call":
                 in_place = i >= len(operation.results) - self._in_place_results(operation)
                 operand = i - len(operation.results) + len(operation.operands)
@@ -183,6 +184,42 @@ class BufferAliases:
                 return self._before_argument(_arguments(operation, region=1)[i])
         return []
 
+    def _keeps_sharding(self, constraint: ir.Operation) -> bool:
+        """Whether the operand has this sharding, so that XLA does not copy it.
+
+        JAX states the shardings of arrays over explicit axes in this way: of all results of a
+        `shard_map` from 0.11 on, and of each barrier outside.
+        """
+        seen, pending = set[ir.Value](), [constraint.operands[0]]
+        while pending:
+            value = pending.pop()
+            seen.add(value)
+            if (stated := self._stated_sharding(value)) is not None:
+                if stated != constraint.attributes["sharding"]:
+                    return False
+                continue
+            is_argument = _is_block_argument(value)
+            before = self._before_argument(value) if is_argument else self._before(value)
+            before = before or self.same_array(value)
+            if not before:
+                return False
+            pending += [earlier for earlier in before if earlier not in seen]
+        return True
+
+    def _stated_sharding(self, value: ir.Value) -> ir.Attribute | None:
+        """The sharding of Shardy that the module states for a value, if any."""
+        if _is_block_argument(value):
+            is_stated = self.is_argument(value) and _SHARDING in self._attributes(value)
+            return self._attributes(value)[_SHARDING] if is_stated else None
+        operation, i = ir.OpResult(value).owner.operation, ir.OpResult(value).result_number
+        match operation.name:
+            case "sdy.sharding_constraint":
+                return operation.attributes["sharding"]
+            case "sdy.manual_computation":
+                stated = sdy.TensorShardingPerValueAttr(operation.attributes["out_shardings"])
+                return stated.shardings[i]
+        return None
+
     def _before_argument(self, argument: ir.Value) -> list[ir.Value]:
         i, parent = ir.BlockArgument(argument).arg_number, _parent_of(argument)
         match parent.name:
@@ -194,21 +231,6 @@ class BufferAliases:
                 unchanged = _terminator(parent, region=1).operands[i] == argument
                 return [parent.operands[i]] if unchanged else []
         return []
-
-
-def _keeps_sharding(constraint: ir.Operation) -> bool:
-    """Whether the operand leaves a `shard_map` with this sharding, so that XLA does not copy it.
-
-    JAX states the shardings of results over explicit axes in this way, from 0.11 on.
-    """
-    operand = constraint.operands[0]
-    if _is_block_argument(operand):
-        return False
-    computation, i = ir.OpResult(operand).owner.operation, ir.OpResult(operand).result_number
-    if computation.name != "sdy.manual_computation":
-        return False
-    shardings = sdy.TensorShardingPerValueAttr(computation.attributes["out_shardings"]).shardings
-    return bool(shardings[i] == constraint.attributes["sharding"])
 
 
 def on_every_path(value: ir.Value, predicate: Callable[[ir.OpOperand], bool]) -> bool:

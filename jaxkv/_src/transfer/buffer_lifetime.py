@@ -290,7 +290,13 @@ class _Program:
         tickets: list[ir.Value] = list(call.results)
         if _is_wait(use):
             return tickets[: integer(config_of(call)["first_array"])]
-        return tickets if target_of(call) == MOVE_TICKET_TARGET else self.aliases.after(use)
+        return tickets if _returns_ticket(call) else self.aliases.after(use)
+
+
+def _returns_ticket(operation: ir.Operation) -> bool:
+    """Whether the result of an operation on a ticket identifies the same copy, in any buffer."""
+    is_moved = target_of(operation) == MOVE_TICKET_TARGET
+    return is_moved or operation.name == "sdy.sharding_constraint"
 
 
 def _is_wait(use: ir.OpOperand) -> bool:

@@ -60,10 +60,11 @@ class CopyHandle:
         retained = retained if self._plan is None else [self._plan, *retained]
         operands = (self._ticket, *retained, *after)
         operands, arrays, options = reject_transformations("wait", (operands, arrays, options))
-        own = 1 + len(retained)
-        check_arguments_unsharded(
-            "wait", {"the handle": (operands[:own], arrays), "after": operands[own:]}
-        )
+        if not options.get("boundary"):  # `sharded_arguments` rejects those that are not redundant
+            own = 1 + len(retained)
+            check_arguments_unsharded(
+                "wait", {"the handle": (operands[:own], arrays), "after": operands[own:]}
+            )
         run = _wait
         if not any(isinstance(operand, jax.core.Tracer) for operand in (*operands, *arrays)):
             _check_donation(self._ticket)

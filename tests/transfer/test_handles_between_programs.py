@@ -1,0 +1,131 @@
+"""Handles that programs pass on to each other, on one device and through `shard_map`."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from tests.util.async_cases import OVERLAPPED, finish, ids_of, start
+from tests.util.transfer_cases import DIRECTIONS, make_case, mesh_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
+CASE = make_case(num_kv_heads=4)
+
+
+@pytest.fixture(params=OVERLAPPED)
+def named(request) -> str:
+    return request.param
+
+
+def pages_of_steps(named, *, sharding=None):
+    """NumPy page ids of four copies of equal length, and the same as arguments."""
+    numpy_ids = [ids_of(CASE, 4, None, seed)[0] for seed in range(4)]
+    make = partial(jaxkv.HostIds, sharding=sharding) if named == "dma" else np.asarray
+    return numpy_ids, [[make(side) for side in ids] for ids in numpy_ids]
+
+
+def expected(direction, all_ids):
+    """The case after one copy after another."""
+    want = CASE
+    for ids in all_ids:
+        changed = {"host": want.host, "device": want.device} | want.expected(direction, *ids)
+        want = type(CASE)(CASE.layout, changed["host"], changed["device"])
+    return want
+
+
+class OnShards:
+    """Programs on the shards of two devices."""
+
+    def __init__(self, direction, named, axis_type):
+        self.direction, self.named = direction, named
+        self.mesh = mesh_of(2, axis_type)
+        pool, cache = self.state()
+        self.of_state = pool.partition_spec, cache.partition_spec
+        of_dims = {1: jax.P("tp"), 4: cache.partition_spec, 6: pool.partition_spec}
+        like = jax.eval_shape(
+            partial(start, direction), CASE.pool(), CASE.cache(), *ids_of(CASE, 4, None)[0]
+        )
+        self.of_handle = jax.tree.map(lambda leaf: of_dims[leaf.ndim], like)
+        if named == "dma":  # no plan
+            self.of_handle._plan = None
+        self.everywhere = jax.NamedSharding(self.mesh, jax.P())
+
+    def state(self):
+        placed = {"mesh": self.mesh, "head_axis": "tp"}
+        return CASE.pool(**placed), CASE.cache(**placed)
+
+    def mapped(self, step, in_specs, out_specs):
+        return jax.shard_map(
+            step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def begin(self, pool, cache, *ids):
+        def step(*args):
+            return start(self.direction, *args, implementation=self.named)
+
+        in_specs = (*self.of_state, jax.P(), jax.P())
+        return self.mapped(step, in_specs, self.of_handle)(pool, cache, *ids)
+
+    def end(self, crossing):
+        def step(crossing):
+            stored, cache = finish(self.direction, crossing)
+            return cache if stored is None else (stored, cache)
+
+        out_specs = self.of_state[1] if self.direction == "load" else self.of_state
+        return self.mapped(step, (self.of_handle,), out_specs)(crossing)
+
+    def check(self, out, pool, numpy_ids):
+        stored, cache = (pool, out) if self.direction == "load" else out
+        jaxkv.check_errors(out)
+        expected(self.direction, numpy_ids).assert_holds(stored, cache)
+
+
+def in_scan(programs, *args):
+    """A loop carries the handle past its pytree boundaries."""
+    started, _ = jax.lax.scan(lambda h, x: (h, x), programs.begin(*args), jnp.arange(3))
+    return programs.end(started)
+
+
+WITHIN = {
+    "two shard_maps": lambda programs, *args: programs.end(programs.begin(*args)),
+    "barrier": lambda programs, *args: programs.end(
+        jax.lax.optimization_barrier(programs.begin(*args))
+    ),
+    "inner jits": lambda programs, *args: jax.jit(programs.end)(jax.jit(programs.begin)(*args)),
+    "scan": in_scan,
+}
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+class TestOnShards:
+    @pytest.mark.parametrize("passed_on", [False, True])
+    def test_copy_that_another_program_ends(self, direction, axis_type, passed_on, named):
+        programs = OnShards(direction, named, axis_type)
+        numpy_ids, (ids, *_) = pages_of_steps(named, sharding=programs.everywhere)
+        pool, cache = programs.state()
+        donated = (1,) if direction == "load" else (0, 1)
+        begin = jax.jit(programs.begin, donate_argnums=donated)
+        assert "joined = true" not in begin.lower(pool, cache, *ids).as_text()
+        started = begin(pool, cache, *ids)
+        if passed_on:
+            pass_on = jax.jit(lambda started, x: (started, x + 1), donate_argnums=0)
+            started, _ = pass_on(started, 1.0)
+        end = jax.jit(programs.end, donate_argnums=0)
+        programs.check(end(started), pool, numpy_ids[:1])
+
+    @pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
+    def test_handle_leaves_a_shard_map_within_a_program(self, direction, axis_type, within, named):
+        programs = OnShards(direction, named, axis_type)
+        numpy_ids, (ids, *_) = pages_of_steps(named, sharding=programs.everywhere)
+        pool, cache = programs.state()
+        donated = (1,) if direction == "load" else (0, 1)
+        step = jax.jit(partial(within, programs), donate_argnums=donated)
+        text = step.lower(pool, cache, *ids).as_text()
+        assert "joined = true" not in text and not re.search(r"boundary = dense<(?!>)", text)
+        programs.check(step(pool, cache, *ids), pool, numpy_ids[:1])
