@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv._src.transfer.buffer_aliases import BufferAliases
 from tests.util.async_cases import OVERLAPPED, finish, ids_of, start
+from tests.util.lowered_copies import Module
 from tests.util.transfer_cases import DIRECTIONS, make_case, mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
@@ -129,3 +131,47 @@ class TestOnShards:
         text = step.lower(pool, cache, *ids).as_text()
         assert "joined = true" not in text and not re.search(r"boundary = dense<(?!>)", text)
         programs.check(step(pool, cache, *ids), pool, numpy_ids[:1])
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_array_that_shards_return_twice_is_not_in_flight(axis_type, named):
+    programs = OnShards("load", named, axis_type)
+    _, (ids, *_) = pages_of_steps(named, sharding=programs.everywhere)
+    pool, cache = programs.state()
+
+    def step(*args):
+        leaves = jax.tree.leaves(start("load", *args, implementation=named))
+        return [*leaves, leaves[-1]]
+
+    begin = programs.mapped(step, (*programs.of_state, jax.P(), jax.P()), jax.P("tp"))
+    text = jax.jit(begin, donate_argnums=1).lower(pool, cache, *ids).as_text()
+    assert "joined = true" in text or re.search(r"boundary = dense<(?!>)", text)
+
+
+def test_analysis_is_linear_in_the_number_of_layers(monkeypatch):
+    calls = []
+    origins = BufferAliases.origins
+
+    def counted(aliases, value):
+        calls.append(value)
+        return origins(aliases, value)
+
+    monkeypatch.setattr(BufferAliases, "origins", counted)
+
+    def num_calls(num_layers):
+        case = make_case(num_layers=num_layers, kind="mla", dtype="int8")
+        _, ids = ids_of(case, 4, OVERLAPPED[0])
+
+        def step(pool, cache, x, *ids):
+            loading = start("load", pool, cache, *ids, implementation=OVERLAPPED[0])
+            for layer in range(num_layers):
+                x = x + loading.wait(layer, after=x)[0].sum()
+            return x, start("store", pool, loading.cache, *ids, implementation=OVERLAPPED[0])
+
+        calls.clear()
+        args = case.pool(), case.cache(), jnp.int32(0), *ids
+        assert Module(jax.jit(step, donate_argnums=(0, 1)).lower(*args)).joined == [False] * 2
+        return len(calls)
+
+    assert num_calls(40) <= 4 * num_calls(10)

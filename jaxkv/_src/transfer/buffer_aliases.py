@@ -162,6 +162,16 @@ class BufferAliases:
                 return [operation.operands[0]]
         return []
 
+    def definitions(self, value: ir.Value) -> set[ir.Value]:
+        """The `origins` of a value, and those of the same array before loops and annotations."""
+        found = set[ir.Value]()
+        pending = [value]
+        while pending:
+            new = set(self.origins(pending.pop())) - found
+            found |= new
+            pending += [earlier for origin in new for earlier in self.same_array(origin)]
+        return found
+
     def _before(self, result: ir.Value) -> list[ir.Value]:
         operation, i = ir.OpResult(result).owner.operation, ir.OpResult(result).result_number
         match operation.name:

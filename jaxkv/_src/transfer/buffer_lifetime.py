@@ -122,6 +122,7 @@ class _Program:
             result.replace_all_uses_with(operand)
         self.waits.remove(wait)
         wait.erase()
+        self._results.update()
 
     def is_dead(self, wait: ir.Operation) -> bool:
         """Whether the results of a wait are unused and its copy was started in this program.

@@ -10,6 +10,7 @@ the end.
 from __future__ import annotations
 
 import collections
+import functools
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -32,19 +33,35 @@ class ReturnedBuffers:
 
     def __init__(self, module: ir.Module, aliases: BufferAliases) -> None:
         self._aliases, self._arguments = aliases, Arguments(module)
-        self._returned = aliases.returned()
         self._attributes, self._types = self._arguments.attributes, self._arguments.types
         self._pair()
+
+    @functools.cached_property
+    def _returned(self) -> list[ir.Value]:
+        return self._aliases.returned()
+
+    @functools.cached_property
+    def _definitions(self) -> list[set[ir.Value]]:
+        """Of each result, computed once: every copy queries all of them."""
+        return [self._aliases.definitions(value) for value in self._returned]
+
+    @functools.cached_property
+    def _pairs(self) -> dict[int, int]:
+        return self._results_of_arguments()
+
+    def update(self) -> None:
+        """Has to be called when an operation was removed from the module."""
+        for name in ("_returned", "_definitions", "_pairs"):
+            self.__dict__.pop(name, None)
 
     def keeps(self, result: int) -> bool:
         """Whether a result is in the buffer that its array had in the program."""
         if self._same_array(result) != [result]:
             return False
-        aliased = self._results_of_arguments()
-        source, argument = self._source(result, exact=False), aliased.get(result)
+        source, argument = self._source(result, exact=False), self._pairs.get(result)
         if source is None or not self._is_donated(source):
             return argument is None
-        return argument == source or (argument is None and source not in aliased.values())
+        return argument == source or (argument is None and source not in self._pairs.values())
 
     def _pair(self) -> None:
         """Gives each array that an argument becomes the buffer of that argument."""
@@ -102,12 +119,11 @@ class ReturnedBuffers:
 
     def _same_array(self, result: int) -> list[int]:
         """The results that are the same array, of which XLA has to copy all but one."""
-        origins = set(self._aliases.origins(self._returned[result]))
+        kind = self._returned[result].type
         return [
             i
             for i, value in enumerate(self._returned)
-            if value.type == self._returned[result].type
-            and origins & set(self._aliases.origins(value))
+            if value.type == kind and self._definitions[result] & self._definitions[i]
         ]
 
     def _source(self, result: int, *, exact: bool) -> int | None:
