@@ -180,6 +180,26 @@ def test_arrays_in_flight_are_not_copied_if_results_are_in_another_order(directi
     assert joined(text) == [False]
 
 
+@pytest.mark.parametrize("direction", ["load", pytest.param("store", marks=aborts_on_jax_0_10)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_plan_of_the_next_copy_is_not_copied(direction, engine):
+    """JAX would give it the buffer of the plan that the program waits for."""
+    begin = getattr(jaxkv, f"start_{direction}")
+
+    def step(started, pool, *ids):
+        stored, cache = (None, started.cache) if pool else (started.pool, started.cache)
+        return begin(pool or stored, cache, *ids, implementation=engine)
+
+    pool, cache, *ids = arguments(engine)
+    started = jax.eval_shape(functools.partial(begin, implementation=engine), pool, cache, *ids)
+    if direction == "store":
+        started._pool, pool = pool, None  # with its memory kind
+    text = compiled(jax.jit(step, donate_argnums=0), started, pool, *ids)
+    assert_in_place(text, started._cache, started._pool)
+    assert started._plan is None or not copies(text) & {started._plan.shape}
+    assert joined(text) == [False]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @aborts_on_jax_0_10
 def test_started_stores_write_the_pool_in_place(engine):

@@ -51,6 +51,10 @@ class BufferAliases:
         """The results of the program."""
         return list(_terminator(self._functions["main"]).operands)
 
+    def argument(self, number: int) -> ir.Value:
+        """An argument of the program."""
+        return _arguments(self._functions["main"])[number]
+
     def is_argument(self, value: ir.Value) -> bool:
         """Whether the value is an argument of the program."""
         return _is_block_argument(value) and _parent_of(value) == self._functions["main"]

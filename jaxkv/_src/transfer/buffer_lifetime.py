@@ -112,7 +112,11 @@ class _Program:
         self.waits = [call for call in calls if target_of(call) == WAIT_TARGET]
         self._retained: dict[tuple[ir.Value, int, frozenset[ir.Value] | None], bool] = {}
         self.aliases = BufferAliases(module, _in_place_results)
-        self._results = ReturnedBuffers(module, self.aliases)
+        self._results = ReturnedBuffers(module, self.aliases, self._plans())
+
+    def _plans(self) -> set[ir.Value]:
+        plans = [start.operands[0] for start in self.starts if _has_plan(start)]
+        return {origin for plan in plans for origin in self.aliases.definitions(plan)}
 
     def remove(self, wait: ir.Operation) -> None:
         operands = list(wait.operands)
@@ -144,7 +148,7 @@ class _Program:
         per_segment = integer(config_of(start)["segment_buffers"])
         num_buffers = num_buffers_of(integers(config_of(start)["copy"]))
         last = _last_segment(start)
-        segments = [(operands[0], last)] if num_ids == 1 else []
+        segments = [(operands[0], last)] if _has_plan(start) else []
         for side in (read, written):
             of_all = len(side) < num_buffers  # a pool, or stacked arrays
             segments += [(v, last if of_all else i // per_segment) for i, v in enumerate(side)]
@@ -229,9 +233,8 @@ class _Program:
     ) -> bool:
         key = origin, segment, None if tickets is None else frozenset(tickets)
         if key not in self._retained:  # all waits for a copy query the same buffers
-            self._retained[key] = self.aliases.is_held_by_caller(origin) or self._is_live(
-                origin, segment, tickets
-            )
+            held = self.aliases.is_held_by_caller(origin) and not self._results.is_undonated(origin)
+            self._retained[key] = held or self._is_live(origin, segment, tickets)
         return self._retained[key]
 
     def _is_live(
@@ -303,6 +306,10 @@ def _returns_ticket(operation: ir.Operation) -> bool:
 def _is_wait(use: ir.OpOperand) -> bool:
     """Whether a use of a ticket is a wait for its copy."""
     return use.operand_number == 0 and target_of(use.owner.operation) == WAIT_TARGET
+
+
+def _has_plan(start: ir.Operation) -> bool:
+    return _NUM_ID_OPERANDS[target_of(start)] == 1
 
 
 def _last_segment(start: ir.Operation) -> int:

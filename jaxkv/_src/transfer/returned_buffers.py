@@ -5,12 +5,17 @@ donated arguments and results of equal type in order, not by data flow: of `retu
 with the arguments in the other order, each result takes the buffer of the other argument, and XLA
 copies. An asynchronous copy would still use the first buffers, which are overwritten, or freed at
 the end.
+
+A plan of a copy is a result without such an argument. JAX pairs it with a donated argument of its
+type, mostly the plan of a copy that the program waits for. The new plan may be computed before the
+end of that copy, so XLA would compute it elsewhere and copy it: that argument is not donated.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Set
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -29,12 +34,15 @@ class ReturnedBuffers:
       module: a lowered program. Its donated arguments are paired again with the results that are
         these arrays, as far as JAX has stated the pairs.
       aliases: of the module.
+      plans: the values that define the plans of its starts.
     """
 
-    def __init__(self, module: ir.Module, aliases: BufferAliases) -> None:
+    def __init__(self, module: ir.Module, aliases: BufferAliases, plans: Set[ir.Value]) -> None:
         self._aliases, self._arguments = aliases, Arguments(module)
         self._attributes, self._types = self._arguments.attributes, self._arguments.types
+        self._undonated: set[int] = set()
         self._pair()
+        self._separate(plans)
 
     @functools.cached_property
     def _returned(self) -> list[ir.Value]:
@@ -62,6 +70,47 @@ class ReturnedBuffers:
         if source is None or not self._is_donated(source):
             return argument is None
         return argument == source or (argument is None and source not in self._pairs.values())
+
+    def is_undonated(self, value: ir.Value) -> bool:
+        """Whether the value is an argument that its caller donated, but that is not donated now.
+
+        The caller may have dropped it, so that its memory is free at the end of the program.
+        """
+        is_argument = self._aliases.is_argument(value)
+        return is_argument and ir.BlockArgument(value).arg_number in self._undonated
+
+    def _separate(self, plans: Set[ir.Value]) -> None:
+        """Gives plans of new copies buffers of their own."""
+        fresh = [
+            result
+            for result, definitions in enumerate(self._definitions)
+            if plans & definitions and self._source(result, exact=False) is None
+        ]
+        changed = True
+        while changed:  # XLA may pair the result with another donor
+            pairs = self._results_of_arguments()
+            paired = {pairs[result] for result in fresh if result in pairs}
+            spare = set(filter(self._is_spare, paired))
+            for argument in spare:
+                self._attributes[argument].pop(ALIAS, None)
+                self._attributes[argument].pop(_DONOR, None)
+            self._undonated |= spare
+            changed = bool(spare)
+        if self._undonated:
+            self._arguments.write()
+
+    def _is_spare(self, argument: int) -> bool:
+        """Whether the program neither writes an argument nor returns it.
+
+        Donated or not, XLA then leaves it where it is: it is not an array that a copy in flight
+        writes, and a copy that reads it may go on.
+        """
+        return not any(
+            self._aliases.returns_from_program(use.owner.operation)
+            or use.operand_number in _in_place(use.owner.operation).values()
+            for value in self._aliases.reached(self._aliases.argument(argument))
+            for use in value.uses
+        )
 
     def _pair(self) -> None:
         """Gives each array that an argument becomes the buffer of that argument."""
@@ -152,12 +201,18 @@ def _before(value: ir.Value, *, exact: bool) -> list[ir.Value]:
     operation, i = ir.OpResult(value).owner.operation, ir.OpResult(value).result_number
     if operation.name in _UPDATES and not exact:
         return [operation.operands[i]]
+    operand = _in_place(operation).get(i)
+    return [] if operand is None else [operation.operands[operand]]
+
+
+def _in_place(operation: ir.Operation) -> dict[int, int]:
+    """Result -> operand whose buffer it has, of a custom call."""
     if operation.name != "stablehlo.custom_call":
-        return []
+        return {}
     if "output_operand_aliases" not in operation.attributes:
-        return []
-    for entry in ir.ArrayAttr(operation.attributes["output_operand_aliases"]):
-        alias = stablehlo.OutputOperandAlias(entry)
-        if list(alias.output_tuple_indices) in ([i], [] if i == 0 else [i]):
-            return [operation.operands[alias.operand_index]]
-    return []
+        return {}
+    aliases = map(
+        stablehlo.OutputOperandAlias, ir.ArrayAttr(operation.attributes["output_operand_aliases"])
+    )
+    # The indices are empty if the call has one result.
+    return {next(iter(a.output_tuple_indices), 0): a.operand_index for a in aliases}
