@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv._src.transfer.buffer_aliases import BufferAliases
 from tests.util.async_cases import OVERLAPPED, finish, ids_of, start
 from tests.util.lowered_copies import Module
-from tests.util.transfer_cases import DIRECTIONS, make_case, mesh_of
+from tests.util.transfer_cases import DIRECTIONS, assert_rejected, make_case, mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
 CASE = make_case(num_kv_heads=4)
@@ -245,6 +245,31 @@ def test_array_that_shards_return_twice_is_not_in_flight(axis_type, named):
     begin = programs.mapped(step, (*programs.of_state, jax.P(), jax.P()), jax.P("tp"))
     text = jax.jit(begin, donate_argnums=1).lower(pool, cache, *ids).as_text()
     assert "joined = true" in text or re.search(r"boundary = dense<(?!>)", text)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_leaves_of_a_handle_without_donation_name_jax_debug_nans(direction, named):
+    """They bypass the check of the pytree."""
+    structures = []
+
+    def begin(*args):
+        leaves, structure = jax.tree.flatten(start(direction, *args, implementation=named))
+        structures.append(structure)
+        return leaves
+
+    def end(leaves):
+        return finish(direction, jax.tree.unflatten(structures[0], leaves))
+
+    _, (ids, *_) = pages_of_steps(named)
+    state = CASE.pool(), CASE.cache()
+    leaves = jax.jit(begin, donate_argnums=1)(*state, *ids)
+    words = "jax_debug_nans", "donation", "in the program that starts the copy"
+    with jax.debug_nans(True):
+        lower = jax.jit(begin, donate_argnums=1).lower
+        assert_rejected(lambda: lower(CASE.pool(), CASE.cache(), *ids), RuntimeError, *words)
+        lower = jax.jit(end, donate_argnums=0).lower
+        assert_rejected(lambda: lower(leaves), RuntimeError, *words)
+    jax.block_until_ready(jax.jit(end, donate_argnums=0)(leaves))
 
 
 def test_analysis_is_linear_in_the_number_of_layers(monkeypatch):

@@ -172,11 +172,17 @@ def test_handle_between_programs_without_donation_names_jax_debug_nans(jitted):
     finish("load", before)
 
 
-def test_copy_in_one_program_under_jax_debug_nans():
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_copy_in_one_program_under_jax_debug_nans(direction):
     case = make_case(dtype="int8")
     numpy_ids, ids = ids_of(case, 5, None)
-    step = jax.jit(lambda *args: start("load", *args).cache, donate_argnums=1)
+
+    @partial(jax.jit, donate_argnums=(0, 1) if direction == "store" else 1)
+    def step(*args):
+        started = jax.jit(lambda started: started)(start(direction, *args))
+        return finish(direction, started)
+
     pool = case.pool()
     with jax.debug_nans(True):
-        cache = step(pool, case.cache(), *ids)
-    check(case, "load", numpy_ids, (None, cache), pool)
+        out = step(pool, case.cache(), *ids)
+    check(case, direction, numpy_ids, out, pool)

@@ -30,6 +30,7 @@ from jaxkv._src.runtime.custom_calls import (
 from jaxkv._src.runtime.lowering import when_lowered
 from jaxkv._src.transfer.block_copy import is_to_dense, num_buffers_of
 from jaxkv._src.transfer.buffer_aliases import BufferAliases, on_every_path
+from jaxkv._src.transfer.in_flight import donation_error
 from jaxkv._src.transfer.returned_buffers import ReturnedBuffers
 from jaxkv._src.transfer.sharded_arguments import (
     check_unpartitioned,
@@ -75,7 +76,13 @@ mlir.register_lowering(_analysed_p, _lower_analysed, cacheable=False)
 
 
 def _analyse(module: ir.Module) -> None:
-    _decide(_Program(module))
+    program = _Program(module)
+    without_donation = jax.config.jax_debug_nans  # type: ignore[attr-defined]
+    if without_donation and any(map(program.is_of_handle_argument, program.waits)):
+        raise donation_error()
+    _decide(program)
+    if without_donation and any(map(program.leaves_in_flight, program.starts)):
+        raise donation_error()
     check_unpartitioned(module)  # without the redundant waits
 
 
@@ -127,6 +134,28 @@ class _Program:
         self.waits.remove(wait)
         wait.erase()
         self._results.update()
+
+    def is_of_handle_argument(self, wait: ir.Operation) -> bool:
+        """Whether another program may have started the copy of a wait."""
+        seen, pending = set[ir.Value](), [wait.operands[0]]
+        while pending:
+            new = self.aliases.definitions(pending.pop()) - seen
+            if any(map(self.aliases.is_argument, new)):
+                return True
+            seen |= new
+            owners = [v.owner.operation for v in new if not isinstance(v.owner, ir.Block)]
+            pending += [
+                o.operands[0] for o in owners if _returns_ticket(o) or target_of(o) == WAIT_TARGET
+            ]
+        return False
+
+    def leaves_in_flight(self, start: ir.Operation) -> bool:
+        """Whether the program returns the ticket of a copy, for waits in another program."""
+        return not ir.BoolAttr(config_of(start)["joined"]).value and any(
+            self.aliases.returns_from_program(use.owner.operation)
+            for ticket in self._tickets(start.results[0])
+            for use in ticket.uses
+        )
 
     def is_dead(self, wait: ir.Operation) -> bool:
         """Whether the results of a wait are unused and its copy was started in this program.

@@ -14,7 +14,7 @@ import jax
 
 from jaxkv._src.runtime.sharding import check_arguments_unsharded
 from jaxkv._src.transfer.async_calls import _wait
-from jaxkv._src.transfer.in_flight import Completion, check_same_trace, keep_alive
+from jaxkv._src.transfer.in_flight import Completion, check_same_trace, donation_error, keep_alive
 from jaxkv._src.transfer.transformations import reject_transformations
 
 Leaves: TypeAlias = tuple[Any, ...]  # arrays, or placeholders of a JAX transformation
@@ -136,11 +136,7 @@ def _check_donation(ticket: Any) -> None:
     """Raises a RuntimeError if JAX would copy the arrays of a handle that leaves its program."""
     between_programs = isinstance(ticket, jax.Array) and not isinstance(ticket, jax.core.Tracer)
     if between_programs and jax.config.jax_debug_nans:  # type: ignore[attr-defined]
-        raise RuntimeError(
-            "jax_debug_nans disables donation, so that XLA would copy the arrays of a handle while "
-            "their copy is in flight: wait in the program that starts the copy, or unset "
-            "jax_debug_nans"
-        )
+        raise donation_error()
 
 
 def _check_not_deleted(arrays: Sequence[Any]) -> None:

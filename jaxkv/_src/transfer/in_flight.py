@@ -135,6 +135,15 @@ def _requeue_unless_finished(entry: _InFlightCopy) -> None:
             _in_flight.append(entry)
 
 
+def donation_error() -> RuntimeError:
+    """The error for a handle that leaves its program under `jax_debug_nans`."""
+    return RuntimeError(
+        "jax_debug_nans disables donation, so that XLA would copy the arrays of a handle while "
+        "their copy is in flight: wait in the program that starts the copy, or unset "
+        "jax_debug_nans"
+    )
+
+
 def check_same_trace(before: jax.Array, after: jax.Array) -> None:
     """Raises a RuntimeError if `after`, a new leaf of a handle, has another trace than `before`."""
     if isinstance(after, jax.core.Tracer) and _trace_of(before) is not _trace_of(after):
