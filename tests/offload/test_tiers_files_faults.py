@@ -230,7 +230,7 @@ def test_the_child_of_a_fork_waits_for_no_lock_of_its_parent(make):
             found = tier.contains([key(0)])
             tier.remove([key(0)])
             tier.close()
-            queries = tier.metrics()["kv_offload_tier_queries"]
+            queries = tier.metrics()["kv_offload_tier_block_queries"]
             os._exit(found != [False] or queries != 1 or os.path.exists(path_of(tier, key(0))))
         finally:
             os._exit(2)
