@@ -1,4 +1,4 @@
-"""Programs whose output is kept, some of them under compute-sanitizer."""
+"""Runs a program, also under compute-sanitizer, and returns its output."""
 
 import re
 import subprocess
