@@ -160,7 +160,8 @@ def _attend_xla(q: Array, k_pages: Array, v_pages: Array, rows: BatchMetadata) -
     before = rows.seq_lens - rows.query_lens - rows.query_start_loc[:-1]
     keys = jnp.where(index[:, -1] < num_tokens, before[row] + index[:, -1] + 1, 0)
     blocks = -(-keys // num_keys)  # of keys, by tile
-    index, row, blocks = (x[jnp.argsort(-blocks)] for x in (index, row, blocks))
+    order = jnp.argsort(-blocks)
+    index, row, blocks = index[order], row[order], blocks[order]
     position = before[row][:, None] + index
     tiles = q.at[index].get(mode="clip").reshape(*index.shape, kv_heads, -1, head_dim)
     tiles = jnp.moveaxis(tiles, 1, 3)  # [tiles, kv_heads, group, tile, head_dim]
